@@ -12,6 +12,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import pqcache
+from pqcache.embedded import load_tokenizer, model_dir
 from pqcache.registry import METHODS
 from pqcache.selective import Request, SelectiveCache, attach, generate, generate_batch
 from pqcache.selective.attach import check_config
@@ -169,8 +170,6 @@ def test_an_evictor_keeps_its_choice_over_turns(llama: PreTrainedModel) -> None:
 
 
 def test_pipeline(llama: PreTrainedModel) -> None:
-    from pqcache.embedded import load_tokenizer, model_dir
-
     model = transformers.AutoModelForCausalLM.from_pretrained(model_dir())
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=load_tokenizer())
     text = "The code of the red door is 4711. " * 30

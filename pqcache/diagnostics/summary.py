@@ -7,7 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
+from safetensors.torch import load_file
 
 from pqcache.diagnostics.observe import ARRAYS
 from pqcache.diagnostics.scores import FIELDS as SCORES
@@ -26,17 +28,12 @@ PROMPT_SUFFIX = ".prompt.safetensors"  # of the tensors of PROMPT_ARRAYS, with d
 
 def read_arrays(path: Path) -> dict[str, torch.Tensor]:
     """The arrays of FIELDS; empty if the sample had no decode step."""
-    import numpy
-    import torch
-
     with numpy.load(path) as file:
         return {name: torch.from_numpy(file[name]) for name in file.files}
 
 
 def arrays_of(cell: Path, suffix: str = ".npz") -> Iterator[tuple[str, dict[str, torch.Tensor]]]:
     """(the file's stem, its arrays) of every sample of a cell that has a decode step, or with PROMPT_SUFFIX, of every prompt."""
-    from safetensors.torch import load_file
-
     read = read_arrays if suffix == ".npz" else load_file
     files = sorted((cell / "diagnostics").glob(f"*{suffix}"))
     return ((file.stem, arrays) for file in files if (arrays := read(file)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from lm_eval import simple_evaluate
 from lm_eval.api.instance import Instance
+from lm_eval.tasks import TaskManager
 
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run import adapter as adapter_module
@@ -227,8 +228,6 @@ def test_every_cell_sees_lm_evals_own_examples(
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     typed = ["task.name=my_few_shot", "budget=0.9", f"shared_prefill={shared}", "model.chat=false"]
     assert call(*typed, "-m", "method=full,oracle") == 0
-
-    from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=str(definitions), include_defaults=False)
     results = simple_evaluate(Answer(""), tasks=["my_few_shot"], limit=3, task_manager=manager, bootstrap_iters=0)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.registry import method_class
 from pqcache.selective import (
     NonFinite,
     OwnPrefill,
@@ -104,8 +105,6 @@ def test_padding_without_a_mask_is_announced(llama: PreTrainedModel) -> None:
 
 
 def test_stops_are_each_rows_own(llama: PreTrainedModel) -> None:
-    from pqcache.registry import method_class
-
     method = method_class("full")()
     free = generate_batch(llama, method, [Request(tokens(n, n), 8) for n in (40, 20, 30)])
     answers = [r.token_ids for r in free if not isinstance(r, NonFinite)]
@@ -124,8 +123,6 @@ def test_stops_are_each_rows_own(llama: PreTrainedModel) -> None:
 
 
 def test_a_row_that_is_no_answer_spoils_no_other(llama: PreTrainedModel) -> None:
-    from pqcache.registry import method_class
-
     method = method_class("full")()
     weight = llama.get_input_embeddings().weight
     rows = [[n % 50 + 10 for n in range(30)], [3] * 12]
@@ -142,8 +139,6 @@ def test_a_row_that_is_no_answer_spoils_no_other(llama: PreTrainedModel) -> None
 
 
 def test_a_timed_batch(llama: PreTrainedModel) -> None:
-    from pqcache.registry import method_class
-
     method = method_class("pqcache")(b=4, n_sink=8)
     ids = torch.tensor([tokens(80, 1), tokens(80, 2), tokens(80, 3)])
     one = generate(llama, method, ids[:1], max_new_tokens=6)

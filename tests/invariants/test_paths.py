@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.invariants.cases import Case
 from tests.invariants.drive import Session, logits, tokens
@@ -102,8 +103,6 @@ def test_requests_in_a_row_equal_fresh_ones(model: PreTrainedModel, case: Case) 
 
 
 def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
-    from pqcache.pq import PQCache
-
     """Over more steps than the local window's buffer has room for."""
     prompt, steps = [tokens(160, 90), tokens(120, 91)], [[t, t] for t in tokens(300, 20)]
     results = [

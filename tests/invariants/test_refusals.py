@@ -5,12 +5,12 @@ import weakref
 
 import pytest
 import torch
-from transformers import DynamicCache, Gemma2Config, MistralConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, Gemma2Config, MistralConfig, PreTrainedModel
 
 from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, decode_loop, generate
 from tests.invariants.cases import SMALL, Case
 from tests.invariants.conftest import build
 from tests.invariants.drive import Session, logits, pad_left, tokens
@@ -153,8 +153,6 @@ def test_crop_undoes_or_refuses_whole(model: PreTrainedModel, case: Case) -> Non
 @torch.no_grad()
 def test_our_loop_and_generate_share_a_cache(model: PreTrainedModel, case: Case) -> None:
     """A turn through our decode loop, the next one through model.generate."""
-    from pqcache.selective import decode_loop
-
     cache = SelectiveCache(model, case.noop())
     first, second = torch.tensor([tokens(40, 1)]), torch.tensor([tokens(10, 2)])
     with attach(model):
@@ -224,8 +222,6 @@ def test_unsupported_models_are_refused() -> None:
 @pytest.mark.rest
 @torch.no_grad()
 def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(case: Case) -> None:
-    from transformers import AutoModelForCausalLM
-
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=64)).double().eval()
     ids = torch.tensor([tokens(50, 1)])

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from pqcache import kernels
 from pqcache.selective.column_sums import softmax_
 
 pytest.importorskip("numba")
@@ -47,8 +48,6 @@ def test_a_factor_comes_with_what_any_dtype_gives(dtype):
 
 
 def test_without_kernels_the_factor_is_the_same(monkeypatch):
-    from pqcache import kernels
-
     monkeypatch.setitem(kernels.switches, "numba", False)
     logits = torch.randn(4, 50)
     expected = logits.softmax(-1)

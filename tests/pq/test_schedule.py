@@ -1,6 +1,7 @@
 """Adaptive rounds: the fit, the profile's file, the one clear line without it, and rounds that rows report."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,8 @@ from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.pq import PQCache, profile
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
 from pqcache.selective import Budget, generate
+from pqcache.selective.shape import ModelShape
+from pqcache.selective.support import check_architecture
 from scripts import profile_schedule
 from tests.invariants.drive import tokens
 
@@ -58,9 +61,6 @@ def test_a_profile_is_kept_by_machine_and_geometry(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_every_geometry_is_a_model_the_interface_takes(name: str) -> None:
-    from pqcache.selective.shape import ModelShape
-    from pqcache.selective.support import check_architecture
-
     config = geometry(name)
     check_architecture(config)
     assert ModelShape.of(config).d in (16, 96, 128)
@@ -153,8 +153,6 @@ def test_adaptive_is_never_on_by_itself() -> None:
     ],
 )
 def test_bad_arguments_end_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    import re
-
     with pytest.raises(SystemExit) as left:
         profile_schedule.main(argv)
     assert left.value.code == 2 and re.search(message, capsys.readouterr().err.splitlines()[-1])

@@ -180,8 +180,6 @@ def _key(text: str) -> str:
 
 def _foreign(own: str, shared: str) -> set[str]:
     """The options of the experiment's task that a cell with a task of its own does not have: they are the other cells'."""
-    from pqcache.harness.tasks import task_class
-
     try:
         has, others = (set(option_fields(task_class(name).Options)) for name in (own, shared))
     except ValueError:

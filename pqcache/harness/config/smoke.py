@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import option_fields
+from pqcache.harness.tasks import task_class
 
 if TYPE_CHECKING:
     from pqcache.harness.config.compose import Composed
@@ -68,8 +69,6 @@ def _points(one: Composed) -> dict[str, Any]:
 
 
 def _shrink_task(config: dict[str, Any]) -> None:
-    from pqcache.harness.tasks import task_class
-
     task = config["task"]
     try:
         fields = option_fields(task_class(task["name"]).Options)

@@ -35,6 +35,7 @@ from pqcache.harness.config.options import (
     show,
 )
 from pqcache.harness.config.overrides import options_of
+from pqcache.harness.tasks import TASKS, task_class
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, method_class
 
@@ -158,8 +159,6 @@ def methods() -> dict[str, str]:
 
 def tasks() -> dict[str, str]:
     """Task -> what it asks."""
-    from pqcache.harness.tasks import TASKS
-
     return {**{name: _about_task(name) for name in TASKS}, LM_EVAL: " ".join(_head("task", LM_EVAL))}
 
 
@@ -190,7 +189,6 @@ def _about_method(name: str) -> str:
 
 def _about_task(name: str) -> str:
     from pqcache.embedded.families import FAMILIES
-    from pqcache.harness.tasks import task_class
     from pqcache.harness.tasks.longbench.data_sets import OFFICIAL
 
     family, dataset = name.removeprefix("pocket_"), name.removeprefix("longbench_")
@@ -303,8 +301,6 @@ def having(group: str, of: Iterable[str] = ()) -> dict[str, dict[str, Option]]:
 
 
 def _classes(group: str) -> dict[str, type[Any]]:
-    from pqcache.harness.tasks import TASKS, task_class
-
     if group == "task":
         return {**{name: task_class(name).Options for name in TASKS}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
     found: dict[str, dict[str, type[Any]]] = {

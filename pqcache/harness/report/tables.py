@@ -13,6 +13,7 @@ from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes,
 from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, decode_of, find_full, skipped_text
 from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
+from pqcache.harness.tasks import task_class
 from pqcache.registry import method_class
 
 QUALITY, COST = (
@@ -154,8 +155,6 @@ def decode_text(row: Row) -> str:
 
 def score_meaning(row: Row) -> str:
     """What the score is, where it is not what a reader expects of a score; else empty."""
-    from pqcache.harness.tasks import task_class
-
     try:
         return task_class(row["task"]).score_meaning(row["task_options"])
     except ValueError:

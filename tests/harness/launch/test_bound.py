@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.weak import WeakIdKeyDictionary
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import run
@@ -83,9 +85,6 @@ def test_weights_are_exact(model: LlamaForCausalLM) -> None:
 @pytest.mark.rest
 def test_temporaries_are_those_of_a_forward_pass() -> None:
     """The most that torch holds at once beside weights and cache in a pass over one layer, by its own count."""
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from torch.utils.weak import WeakIdKeyDictionary
-
     config = LlamaConfig(
         vocab_size=64, hidden_size=256, intermediate_size=768, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=64,
