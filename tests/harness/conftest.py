@@ -11,19 +11,22 @@ import pytest
 REPO = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(REPO))  # run.py stands beside the packages
 
+import torch  # noqa: E402
+from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
+
 import run  # noqa: E402
+from pqcache import selective  # noqa: E402
+from pqcache.embedded.documents import filler_text  # noqa: E402
+from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
+from pqcache.harness.run.samples import SampleLog  # noqa: E402
+from pqcache.harness.tasks import any_lm_eval  # noqa: E402
+from scripts.embedded.tokenizer import save_tokenizer, train_tokenizer  # noqa: E402
 from tests.harness.cells import model_options, on_model, watch  # noqa: E402
 from tests.threads import threads  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:
     """A random two-layer Qwen2 of 64 dimensions with a byte-level tokenizer and a chat template."""
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    from pqcache.embedded.documents import filler_text
-    from scripts.embedded.tokenizer import save_tokenizer, train_tokenizer
-
     rng = Random(0)
     tokenizer = train_tokenizer([filler_text(rng, 4000) for _ in range(4)], max_length=4096)
     save_tokenizer(tokenizer, folder)
@@ -59,17 +62,12 @@ def one_thread() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def loaded(tiny: Path) -> Any:
     """The tiny model as a run loads it."""
-    from pqcache.harness.run import models
-
     return models.load("hf", {**model_options(), "path": str(tiny)})
 
 
 @pytest.fixture
 def short_answers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Answers end after 8 tokens, to be quick."""
-    from pqcache import selective
-    from pqcache.harness.run import adapter, batches
-
     original = adapter.generate
 
     def short(*arguments: Any, max_new_tokens: int, **options: Any) -> Any:
@@ -98,7 +96,6 @@ def command(tiny: Path, tmp_path: Path, short_answers: None) -> Callable[..., in
 @pytest.fixture
 def on(monkeypatch: pytest.MonkeyPatch) -> Any:
     """`on(engine)`: launch=ray goes to this engine."""
-    from pqcache.harness.run import runner
 
     def put(engine: Any) -> Any:
         monkeypatch.setattr(runner, "engine_for", lambda _: engine)
@@ -110,8 +107,6 @@ def on(monkeypatch: pytest.MonkeyPatch) -> Any:
 @pytest.fixture
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per prefill that was recorded for several answers."""
-    from pqcache.harness.run import sharing
-
     calls: list[int] = []
     watch(monkeypatch, sharing, "record", lambda *_, **__: calls.append(1))
     return calls
@@ -120,8 +115,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights must not be loaded."""
-    from pqcache.harness.run import models
-
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
 
 
@@ -129,8 +122,6 @@ def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
 def own_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of lm-eval's tasks only those of `task.include`: indexing its own thousands takes seconds."""
     from lm_eval.tasks import TaskManager
-
-    from pqcache.harness.tasks import any_lm_eval
 
     monkeypatch.setattr(
         any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
@@ -140,8 +131,6 @@ def own_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def generated(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """One entry per sample that was really generated."""
-    from pqcache.harness.run import adapter
-
     calls: list[int] = []
     watch(monkeypatch, adapter, "generate", lambda *_, **__: calls.append(1))
     return calls
@@ -150,7 +139,5 @@ def generated(command: Callable[..., int], monkeypatch: pytest.MonkeyPatch) -> l
 @pytest.fixture
 def log(tmp_path: Path) -> Iterator[Any]:
     """The log of a cell in tmp_path."""
-    from pqcache.harness.run.samples import SampleLog
-
     with SampleLog(tmp_path / "samples.jsonl") as log:
         yield log

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from jinja2 import Environment
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import CONFIG, make_plan, read_config
@@ -49,8 +50,6 @@ def write(root: Path, out: Path, name: str) -> Path:
 
 def page(root: Path, name: str) -> str:
     """The page as a text."""
-    from jinja2 import Environment
-
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     views = cell_views(root)
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)

@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy
 import pandas as pd
 
 from pqcache.harness.config.environment import keep_files_under
@@ -276,7 +277,6 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
 
 def _map(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> None:
     """Colours of a wide frame: its index goes down, its columns to the right. Few labels are all written."""
-    import numpy
     from matplotlib import colormaps
     from matplotlib.colors import LogNorm, Normalize
 

@@ -194,10 +194,8 @@ def salient_share(scores: torch.Tensor, share: float) -> torch.Tensor:
 
 def shrunk(x: torch.Tensor) -> torch.Tensor:
     """x (tokens, channels) with at most PIXELS of each: the largest of neighbours, so that no outlier vanishes."""
-    import torch.nn.functional as F
-
     pool = [-(-size // PIXELS) for size in x.shape]
-    return F.max_pool2d(x[None, None], pool, ceil_mode=True)[0, 0]
+    return torch.nn.functional.max_pool2d(x[None, None], pool, ceil_mode=True)[0, 0]
 
 
 # -- figures computed from several rows --------------------------------------------------------------------------------
