@@ -88,9 +88,8 @@ class _Ranking:
         # padding of rows that choose fewer
         self.few = (torch.arange(self.k, device=device) >= counts[0])[:, None] if len(set(parts.k)) > 1 else None
         back = torch.arange(window - 1, -1, -1, device=device)
-        self.back = torch.where(
-            back <= self.local, back, -1
-        )  # (n, window): steps back from the newest token, -1 = none
+        # (n, window): steps back from the newest token, -1 = none
+        self.back = torch.where(back <= self.local, back, -1)
         self.sinks = torch.arange(parts.n_sink, device=device)
 
     def choose(self, q: torch.Tensor, k: torch.Tensor, cursor: torch.Tensor, scaling: float) -> torch.Tensor:

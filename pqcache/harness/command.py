@@ -14,22 +14,10 @@ from pqcache.places import CONFIGS
 HELP = {"--help", "-h"}
 HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
-NEEDS = {
-    "datasets": "datasets",
-    "filelock": "filelock",
-    "hydra": "hydra-core",
-    "lm_eval": "lm-eval",
-    "jinja2": "jinja2",
-    "matplotlib": "matplotlib",
-    "omegaconf": "omegaconf",
-    "pandas": "pandas",
-    "plotly": "plotly",
-    "rapidfuzz": "rapidfuzz",
-    "rouge": "rouge",
-    "rouge_score": "rouge-score",
-    "tqdm": "tqdm",
-    "wandb": "wandb",
-}
+_MODULES = (
+    "datasets filelock hydra lm_eval jinja2 matplotlib omegaconf pandas plotly rapidfuzz rouge rouge_score tqdm wandb"
+)
+NEEDS = {module: module.replace("_", "-") for module in _MODULES.split()} | {"hydra": "hydra-core"}
 
 
 def console() -> int:

@@ -13,9 +13,8 @@ from numba.cpython.unsafe import tuple as unsafe
 from numba.extending import intrinsic
 
 _intrinsic: Any = intrinsic
-tuple_setitem: Any = (
-    unsafe.tuple_setitem
-)  # a tuple with one entry replaced: tuples serve as accumulators, see attend.block
+# a tuple with one entry replaced: tuples serve as accumulators, see attend.block
+tuple_setitem: Any = unsafe.tuple_setitem
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 SCALE = 64  # weights times 2^64 are normal numbers where fp32 has subnormal ones, which some CPUs multiply much slower
 BACK = np.float32(2.0**-SCALE)
@@ -117,9 +116,8 @@ def increment(typingctx, address):
 def half(bits):
     """A finite fp16 number, given by its bits (int16), in fp32, on any processor."""
     word = np.int32(bits)
-    size = float_of((word & np.int32(0x7FFF)) << np.int32(13)) * np.float32(
-        2.0**112
-    )  # the exponents' biases: 127 and 15
+    # the exponents' biases: 127 and 15
+    size = float_of((word & np.int32(0x7FFF)) << np.int32(13)) * np.float32(2.0**112)
     return float_of(bits_of(size) | ((word & np.int32(0x8000)) << np.int32(16)))
 
 

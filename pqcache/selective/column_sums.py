@@ -220,9 +220,8 @@ class QueryWindow:
             logits = queries @ k[row, :, None, :length].to(sums.dtype).mT * scaling
             at = torch.arange(last - count, last, device=k.device)
             later = positions[row, :, None, None, :length] > at[:, None]
-            probs = (
-                logits.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
-            )  # a query may see nothing that is held
+            # a query may see nothing that is held
+            probs = logits.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
             sums[row, :, :length] = probs.sum(2).flatten(0, 1)
         return sums
 

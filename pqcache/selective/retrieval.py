@@ -256,9 +256,8 @@ class RetrievalLayer(StagedLayer):
             end = max(sinks, length - 1 - newest)
             count = end - sinks
             if self.replans and not (dense and newest <= plan.local):
-                count = max(
-                    0, min(plan.k + plan.local - newest, count)
-                )  # what the index adds to the window is in the budget
+                # what the index adds to the window is in the budget
+                count = max(0, min(plan.k + plan.local - newest, count))
             elif not dense:  # else nothing is left out, or there is no index that could choose
                 count = min(plan.k, count)
             local.append(newest)

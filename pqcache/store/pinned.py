@@ -59,9 +59,8 @@ class PinnedBlocks:
         if block is None:
             return None
         self._free.remove(block)
-        if (
-            not block.idle
-        ):  # the device may still read what was there: torch's allocator knows its streams, this one does not
+        # the device may still read what was there: torch's allocator knows its streams, this one does not
+        if not block.idle:
             self._wait()
         return block
 

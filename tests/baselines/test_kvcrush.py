@@ -119,9 +119,8 @@ def test_nothing_but_representatives(pick: str) -> None:
     assert method.representatives(plan) == 20
     state = torch.get_rng_state()
     first, second = choose(method, scores, plan)
-    assert (
-        first == second and len(first) == 26
-    )  # signatures are the heads' in common, and nobody's important tokens differ
+    # signatures are the heads' in common, and nobody's important tokens differ
+    assert first == second and len(first) == 26
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -44,9 +44,8 @@ def capacity(n: int) -> int:
 
 COMPONENT = (S + 1) * 8 * 2  # one component of every key, the current token's too: 128 KiB
 SECOND_K = capacity(S + 1) * 8 * 128 * 2
-CLUSTERS = (
-    102 * 8 * 128 * 2 + (S - 16) * 8 * 4 + 102 * 8 * 4
-)  # fp16 centroids, positions, sizes: 204 + 255.5 + 3 KiB; and a byte per cluster and head: chosen last
+# fp16 centroids, positions, sizes: 204 + 255.5 + 3 KiB; and a byte per cluster and head: chosen last
+CLUSTERS = 102 * 8 * 128 * 2 + (S - 16) * 8 * 4 + 102 * 8 * 4
 EXTREMES = 2 * 768 * 8 * 128 * 2  # of 513 pages, in buffers of 256
 CODES = 8 * 2 * capacity(S + 1 - 32) + 8 * 2 * 64 * 64 * 2  # a byte per code and sub-space; 64 fp16 centroids: 128 KiB
 PARTIAL = capacity(S + 1) * 8 * 25 * 2 + 8 * 128 * 25 * 4  # 25 of 128 columns of every key: 3.1 MiB; the basis in fp32

@@ -222,9 +222,8 @@ def test_queries_see_entries_up_to_their_own_position() -> None:
 def test_rules_that_do_not_apply_are_refused() -> None:
     with pytest.raises(ValueError, match="budget_rule=whole: allowed is null or prompt, or exact with"):
         PQCache(budget=Budget(tokens=B), budget_rule="whole")
-    assert (
-        TwoStage(budget=Budget(tokens=B), budget_rule="exact").effective_rule == "exact"
-    )  # its parts have other rules
+    # its parts have other rules
+    assert TwoStage(budget=Budget(tokens=B), budget_rule="exact").effective_rule == "exact"
     with pytest.raises(ValueError, match="budget_rule=exact: allowed is null or prompt"):
         PQCache(budget=Budget(ratio=0.2), budget_rule="exact")
     with pytest.raises(ValueError, match="budget_of=context: allowed is prompt, except with protocol=aligned"):

@@ -77,17 +77,15 @@ def mixed(salient: int, tail: int) -> int:
     """Of S prompt tokens: 4- and 2-bit codes of K and V, fp16 parameters, a bit per token with a count per 64; exact tail."""
     codes = 2 * H_KV * (salient * D // 2 + (S - salient) * D // 4)
     keys, values = 2 * 2 * H_KV * D * 2, (H_KV * D + 2 * S) * 2
-    return (
-        codes + keys + values + H_KV * 16 * (8 + 4) + kv(tail) + H_KV * tail * (ITEM + 4)
-    )  # what probes said of the tail
+    # what probes said of the tail
+    return codes + keys + values + H_KV * 16 * (8 + 4) + kv(tail) + H_KV * tail * (ITEM + 4)
 
 
 QUARTER, FIFTH = Budget(ratio=0.25), Budget(ratio=0.2)
 ALL = kv(capacity(S + STEPS))
 HOST = kv(capacity(S + STEPS - 32))
-WINDOWED = kv(32) + kv(
-    capacity(121 + 1 + 128)
-)  # sinks and the local window, (1000 - 32) * 0.25 // 2 tokens and the current one
+# sinks and the local window, (1000 - 32) * 0.25 // 2 tokens and the current one
+WINDOWED = kv(32) + kv(capacity(121 + 1 + 128))
 
 
 def evicted(kept: int, per_entry: int = 0, positions: int | None = None) -> int:

@@ -251,6 +251,5 @@ def test_question_as_decode_is_dense_prefill_for_full(llama: PreTrainedModel) ->
     whole = generate(llama, Full(), ids, max_new_tokens=6)
     split = generate(llama, Full(), ids, max_new_tokens=6, question_tokens=12)
     assert whole.token_ids == split.token_ids
-    assert (
-        split.attended_tokens is not None and split.attended_tokens < whole.attended_tokens
-    )  # the question's steps count
+    # the question's steps count
+    assert split.attended_tokens is not None and split.attended_tokens < whole.attended_tokens

@@ -125,9 +125,8 @@ class Refused(Exception):
     """The command is wrong: one line per error, exit code 2, nothing was loaded."""
 
     def __init__(self, lines: list[str]) -> None:
-        self.lines = list(
-            dict.fromkeys(map(one_line, lines))
-        )  # a sweep meets the same error in every cell: say it once
+        # a sweep meets the same error in every cell: say it once
+        self.lines = list(dict.fromkeys(map(one_line, lines)))
         super().__init__("\n".join(self.lines))
 
 

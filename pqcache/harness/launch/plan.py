@@ -27,9 +27,8 @@ SMOKE_LONGEST = (1024, 16)  # tokens to which a smoke run cuts prompts and answe
 class Documents:
     """The documents of cells with the same prompts."""
 
-    counts: dict[str, int] = field(
-        default_factory=dict
-    )  # lm-eval task -> documents; empty where the data is not at hand
+    # lm-eval task -> documents; empty where the data is not at hand
+    counts: dict[str, int] = field(default_factory=dict)
     longest: tuple[int, int] = (0, 0)  # (prompt, answer) in tokens; of the options where the data is not at hand
     note: str = ""
 
