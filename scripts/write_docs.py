@@ -2,12 +2,12 @@
 
     python scripts/write_docs.py             write everything (make docs)
     python scripts/write_docs.py pages       the pages and the README's tables alone
-    python scripts/write_docs.py picture     docs/pocket.png alone (make picture)
+    python scripts/write_docs.py picture     docs/real.png and docs/pocket.png alone (make picture)
     python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
 
 docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options,
-docs/row.md from the class Row. In README.md the parts between `<!-- results` or `<!-- methods` and `<!-- end -->` are written, in
-docs/findings.md that after `<!-- findings`; the rest is kept.
+docs/row.md from the class Row. In README.md the parts between `<!-- real`, `<!-- results` or `<!-- methods` and `<!-- end -->`
+are written, in docs/findings.md that after `<!-- findings`; the rest is kept.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import documented, option_fields  # noqa: E402
 from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.lookup import options  # noqa: E402
-from pqcache.harness.report import findings, trade_off  # noqa: E402
+from pqcache.harness.report import fidelity, findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report.frame import group_rows  # noqa: E402
 from pqcache.harness.report.rows import rows_under  # noqa: E402
@@ -37,6 +37,7 @@ DOCS = ROOT / "docs"
 PICTURE = DOCS / "pocket.png"
 ROWS, HOST_ROWS, TIMED_ROWS = (ROOT / "results" / "reference" / f"pocket{part}" for part in ("", "_host", "_times"))
 REAL_ROWS = ROOT / "results" / "reference" / "real"
+REAL_PICTURE, SHOWN_REAL = DOCS / "real.png", REAL_ROWS / "real_fidelity"
 MADE = "Made by `make docs`; do not edit."
 # what a docstring does not say, because it is of this project's runs
 NOTES = {
@@ -245,11 +246,18 @@ def filled(text: str, mark: str, table: str) -> str:
     return found.sub(lambda m: f"{m[1]}{table}\n{m[2]}", text)
 
 
+def real() -> list[dict[str, Any]]:
+    """What the README shows of a pretrained model: how far methods stray from Full over the book."""
+    rows = [row for row in rows_under(SHOWN_REAL) if row["model"].startswith("smollm2")]
+    return fidelity.records(row for row in rows if row["task_options"]["source"] == "book")
+
+
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    table = re.sub(r" ?\| ?", "|", trade_off.table(points()))
-    table = re.sub(r" \[(\S+), (\S+)\]\|", r"&nbsp;[\1,&nbsp;\2]|", table)  # an interval stays on one line
-    text = filled(text, "results", table)
+    for name, table in {"real": fidelity.table(real()), "results": trade_off.table(points())}.items():
+        table = re.sub(r" ?\| ?", "|", table)
+        # an interval stays on one line
+        text = filled(text, name, re.sub(r" \[(\S+), (\S+)\]\|", r"&nbsp;[\1,&nbsp;\2]|", table))
     return filled(text, "methods", methods_table(short=True))
 
 
@@ -272,6 +280,7 @@ def outdated() -> list[Path]:
 
 
 def write_picture() -> None:
+    fidelity.draw(real(), REAL_PICTURE)
     rows = group_rows(ROWS)
     made = points()
     trade_off.draw(made, PICTURE, trade_off.caption(rows, made, group_rows(TIMED_ROWS)))

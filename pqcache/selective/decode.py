@@ -21,7 +21,7 @@ from pqcache.selective.layer import Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.result import Clock, GenerationResult, NonFinite, planned_tokens, report
-from pqcache.selective.sampling import Sampling
+from pqcache.selective.sampling import Chooses
 from pqcache.selective.shared_prefill import Prefill, feed, record
 from pqcache.store.lanes import Lanes
 
@@ -36,7 +36,7 @@ class Request:
     stop: Callable[[list[int]], bool] | None = None  # called with all new tokens
     question_tokens: int = 0  # the last ones of the prompt, which go one by one through the decode path
     not_first: Collection[int] = ()  # tokens that cannot be the answer's first one
-    sampling: Sampling | None = None  # how tokens are drawn; None: the likeliest is taken
+    sampling: Chooses | None = None  # how tokens are drawn; None: the likeliest is taken
 
     def __post_init__(self) -> None:
         s = len(self.ids)
@@ -196,7 +196,7 @@ def generate(
     question_tokens: int = 0,
     prefill_chunk: int | None = None,
     not_first: Collection[int] = (),
-    sampling: Sampling | None = None,
+    sampling: Chooses | None = None,
     attn: str = "auto",
     observers: Collection[Callable] = (),
     watchers: Collection[Watcher] = (),

@@ -9,10 +9,18 @@ nor on the batch that it is in, and every method meets the same numbers.
 
 import hashlib
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
 BITS = 53  # of a float64's mantissa
+
+
+class Chooses(Protocol):
+    """What chooses the tokens of one answer: `Sampling`, or a text that is read (fidelity.py)."""
+
+    def draw(self, logits: torch.Tensor, step: int) -> torch.Tensor:
+        """The token of a step, a tensor (), from logits (vocabulary,)."""
 
 
 @dataclass(frozen=True)

@@ -284,6 +284,7 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
         text = MISSING if of.name == "p" and MEASURES["to_full"].of(record) is not None else EMPTY
     bold = best is not None and value == best and record["method"] not in NOT_RANKED
     sampled = of.name in ("score", "to_full") and bool(record["row"]["sample_scores"])
+    sampled |= of.name == "kl" and of.interval(record) is not None
     interval = spread(value, of.interval(record), lambda x: show(x, of.digits)) if sampled else ""
     interval = f"[{MISSING}]" if interval == MISSING else interval
     mark = budget_mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""

@@ -262,11 +262,17 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
     for place in range(len(points)):
         one = points.iloc[[place]]
         style = {**styles[str(one.line.iloc[0])], "linestyle": "none", "markersize": 5}
+        style |= {"fillstyle": "none"} if _value(one, "hollow", False) else {}
         axis.errorbar(one.y, [place], xerr=interval(one), capsize=2, elinewidth=0.8, **style)
         if text := _value(one, "text", ""):
             place_of = (float(one.y.iloc[0]), place)
             axis.annotate(text, place_of, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     label_axes(axis, panel.title, panel.y, "")
+    if "y" in panel.log:
+        axis.set_xscale("log")
+        ticks = round_ticks(list(points.y))
+        axis.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+        axis.minorticks_off()
     axis.set_xlim(*panel.limits)
     axis.set_ylim(len(points) - 0.4, -0.6)
     axis.set_yticks(range(len(points)), points.label if "label" in points else points.line)

@@ -100,14 +100,15 @@ class Fidelity(Task[FidelityOptions]):
             prompts = [text for text in prompts if request.count_tokens(text) >= self.options.shortest][:limit]
             allowed = f"{self.options.source} has no prompt of so many tokens"
             require(bool(prompts), "shortest", self.options.shortest, allowed)
-            wrapped = {"cut_middle": length - (request.count_tokens("") + 8)}
+            settings: dict[str, Any] = {COMPARE: True, "cut_middle": length - (request.count_tokens("") + 8)}
         else:
             text, facts = self._text()
-            prompts, wrapped = windows(Tokens(request.tokenizer, text), length, limit), {"wrapper": "none"}
+            prompts = windows(Tokens(request.tokenizer, text), length, limit)
+            settings = {COMPARE: True, "wrapper": "none"}
             require(bool(prompts), "length", length, f"{self.options.source} has fewer tokens of text")
         config = generation_task(
             self.name, [{"prompt": prompt, "answer": ""} for prompt in prompts], process_results, METRICS,
-            max_new_tokens=self.max_new_tokens, **{COMPARE: True}, **wrapped,
+            max_new_tokens=self.max_new_tokens, **settings,
         )  # fmt: skip
         config["metric_list"].append(
             {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}

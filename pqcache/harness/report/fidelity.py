@@ -1,0 +1,95 @@
+"""Rows of task=fidelity as a table and a picture: how far each method strays from Full, and what its cache holds.
+
+records = fidelity.records(rows_under(folder))        of one model, one source of prompts
+fidelity.table(records), fidelity.draw(records, path)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pqcache.harness.report import plots
+from pqcache.harness.report.frame import frame
+from pqcache.harness.report.rows import Row, content
+from pqcache.harness.report.table import EMPTY, Table, number, spread
+
+MIB = 2**20
+Record = dict[str, Any]  # a line of the frame
+KL, SAME = "metric.kl", "score"
+
+
+def records(rows: Iterable[Row]) -> list[Record]:
+    """A line per row: Full first, then the methods by KL at their largest budget, each with its budgets from the largest."""
+    made = [{str(key): value for key, value in one.items()} for one in frame(rows).to_dict("records")]
+    made.sort(key=lambda one: -float(one["budget"] or 1))
+    best: dict[str, float] = {}
+    for one in made:
+        best.setdefault(one["method"], one[KL])
+    return sorted(made, key=lambda one: (one["method"] != "full", best[one["method"]], one["method"]))
+
+
+def budgets(every: Sequence[Record]) -> list[str]:
+    """The budgets, the largest first; those of methods that ignore it are none."""
+    return sorted({one["budget"] for one in every if one["budget"]}, key=float, reverse=True)
+
+
+def table(every: Sequence[Record]) -> str:
+    """Markdown: a line per method; equal tokens and KL at each budget, at the largest one what is attended and held."""
+    asked = budgets(every)
+    body = []
+    for method in dict.fromkeys(one["method"] for one in every):
+        own = {one["budget"]: one for one in every if one["method"] == method}
+        at = [own.get(budget, own.get("")) for budget in asked]
+        largest = next(one for one in at if one is not None)
+        same = [number(one[SAME]) if one else EMPTY for one in at]
+        kl = [f"{number(one[KL], 4)} {_interval(one)}" if one else EMPTY for one in at]
+        held = number(sum(content(largest["row"]).values()) / MIB)
+        body.append([method, *same, *kl, number(largest["attended_tokens"], 0), held])
+    head = [
+        "method",
+        *(f"same token, % at {budget}" for budget in asked),
+        *(f"KL at {budget} [95 %]" for budget in asked),
+    ]
+    head += ["attended tokens", "MiB"]
+    return Table("", head, body).markdown().replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))
+
+
+def _interval(one: Record) -> str:
+    ends = [end for end in (one.get(f"{KL}.low"), one.get(f"{KL}.high")) if end is not None]
+    return spread(one[KL], ends or None, lambda value: number(value, 4))
+
+
+def draw(every: Sequence[Record], path: Path) -> Path | None:
+    """KL and equal tokens of every method but Full, with 95 % intervals; budgets but the largest are hollow."""
+    asked = budgets(every)
+    shown = [one for one in every if one["method"] != "full"]
+    panels = []
+    for name, label in ((KL, "KL(Full || method), nats per token"), (SAME, "decode steps with Full's token, %")):
+        marks = [
+            {
+                "line": one["method"],
+                "label": f"{one['method']} {one['budget']}".strip(),
+                "y": one[name],
+                "low": one.get(f"{name}.low"),
+                "high": one.get(f"{name}.high"),
+                "hollow": one["budget"] in asked[1:],
+            }
+            for one in shown
+            if name != KL or one[KL] > 0  # a logarithm
+        ]
+        panels.append(plots.Panel("", plots.frame(marks), y=label, kind="dots", log="y" if name == KL else ""))
+    return plots.draw(panels, path, caption(every), size=(4.4, 0.9 + 0.17 * len(shown)), pdf=False)
+
+
+def caption(every: Sequence[Record]) -> str:
+    """What was measured."""
+    row: Row = every[0]["row"]
+    steps = math.ceil(row["generated_tokens"]) - 1
+    return (
+        f"{row['model']}, {row['n_samples']} prompts of {row['prompt_tokens']:.0f} tokens ({row['task_options']['source']}),"
+        f" {steps} decode steps each. Filled: budget {budgets(every)[0]}, or the method's own; hollow: smaller."
+        " Bars: 95 % bootstrap intervals."
+    )
