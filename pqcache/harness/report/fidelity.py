@@ -6,6 +6,8 @@ fidelity.table(records), fidelity.draw(records, path)
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -13,7 +15,7 @@ from typing import Any
 
 from pqcache.harness.report import plots
 from pqcache.harness.report.frame import frame
-from pqcache.harness.report.rows import Row, content
+from pqcache.harness.report.rows import Row, content, rows_under
 from pqcache.harness.report.table import EMPTY, Table, number, spread
 
 MIB = 2**20
@@ -45,7 +47,7 @@ def table(every: Sequence[Record]) -> str:
         at = [own.get(budget, own.get("")) for budget in asked]
         largest = next(one for one in at if one is not None)
         same = [number(one[SAME]) if one else EMPTY for one in at]
-        kl = [f"{number(one[KL], 4)} {_interval(one)}" if one else EMPTY for one in at]
+        kl = [f"{number(one[KL], 4)} {_interval(one)}".strip() if one else EMPTY for one in at]
         held = number(sum(content(largest["row"]).values()) / MIB)
         body.append([method, *same, *kl, number(largest["attended_tokens"], 0), held])
     head = [
@@ -59,7 +61,7 @@ def table(every: Sequence[Record]) -> str:
 
 def _interval(one: Record) -> str:
     ends = [end for end in (one.get(f"{KL}.low"), one.get(f"{KL}.high")) if end is not None]
-    return spread(one[KL], ends or None, lambda value: number(value, 4))
+    return "" if not ends else spread(one[KL], ends, lambda value: number(value, 4))
 
 
 def draw(every: Sequence[Record], path: Path) -> Path | None:
@@ -93,3 +95,28 @@ def caption(every: Sequence[Record]) -> str:
         f" {steps} decode steps each. Filled: budget {budgets(every)[0]}, or the method's own; hollow: smaller."
         " Bars: 95 % bootstrap intervals."
     )
+
+
+def groups(rows: Iterable[Row]) -> list[list[Row]]:
+    """The rows of task=fidelity by model and prompts."""
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        if row["task"] == "fidelity" and row["score"] is not None:
+            found.setdefault(json.dumps([row["model"], row["model_options"], row["task_options"]]), []).append(row)
+    return list(found.values())
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="the out= folder of the runs")
+    folder: Path = parser.parse_args(argv).folder.expanduser()
+    if not (found := groups(rows_under(folder))):
+        parser.error(f"{folder}: no row of task=fidelity below; run task=fidelity with out={folder} first")
+    for place, rows in enumerate(found, 1):
+        every = records(rows)
+        path = draw(every, folder / f"fidelity{f'_{place}' if place > 1 else ''}.png")
+        print(f"{caption(every)}\n\n{table(every)}\n\npicture: {path}\n")
+
+
+if __name__ == "__main__":
+    main()

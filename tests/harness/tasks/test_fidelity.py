@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from pqcache.harness.report import fidelity
 from pqcache.harness.report.frame import frame
 from tests.harness.cells import Capture, Command, error_of, lines_of, rows
 
@@ -32,6 +33,12 @@ def test_a_sweep_has_the_numbers_of_each_prompt(command: Command, tmp_path: Path
     assert metrics["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
     record = frame([full, narrow]).iloc[1]
     assert record["metric.kl"] == metrics["kl"] and record["metric.kl.low"] == low
+    shown = fidelity.records([narrow, full])
+    assert [one["method"] for one in shown] == ["full", "streaming"]
+    last = fidelity.table(shown).splitlines()[-1]
+    assert f"| streaming | {narrow['score']:.1f} | {metrics['kl']:.4f} [{low:.4f}, {high:.4f}] |" in last
+    assert fidelity.draw(shown, tmp_path / "drawn.png") == tmp_path / "drawn.png"
+    assert "3 prompts of 19" in fidelity.caption(shown) and "7 decode steps" in fidelity.caption(shown)
 
 
 def test_alone_and_shared_agree(command: Command, tmp_path: Path) -> None:
