@@ -2,13 +2,17 @@
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, MambaConfig, OPTConfig, T5Config
 
 from pqcache.harness.run import models
-from tests.harness.cells import Capture, Command, error_of
+from tests.harness.cells import Capture, Command, error_of, rows, status
 
 # name -> what config.json says; a text is the whole file
 ABSURD: dict[str, object] = {
@@ -23,6 +27,9 @@ ABSURD: dict[str, object] = {
     "a billion layers": {"num_hidden_layers": 1_000_000_000},
     "half a layer": {"num_hidden_layers": 1.5},
     "an eps that is a text": {"rms_norm_eps": "x"},
+    "an eps that erases": {"rms_norm_eps": 1e9},
+    "an unknown rotation": {"rope_parameters": {"rope_type": "warp", "rope_theta": 10000.0}},
+    "a negative factor": {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 10000.0}},
     "an unknown architecture": {"model_type": "no_such_model"},
     "a list": "[1]",
     "no JSON": "{",
@@ -69,3 +76,47 @@ def test_architectures_that_no_method_runs_on_are_one_line(
     assert command("-m", "method=full,pqcache", "limit=1", f"model.path={tmp_path / 'mamba'}") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "model mamba" in line]
     assert len(lines) == 2 and all("a recurrent state in place of a KV cache" in line for line in lines)
+
+
+def saved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: object) -> Path:
+    """The tiny model with other tensors or another configuration."""
+    weights = load_file(folder / "model.safetensors")
+    change(weights)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    known = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**known, **config}))
+    return folder
+
+
+ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+LAYER = "model.layers.1.mlp.up_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "said"),
+    [
+        (
+            lambda w: None,
+            ONE_LAYER,
+            "the model has no place for 12 tensors (model.layers.1.input_layernorm",
+        ),
+        (lambda w: w.update({"model.extra.scales": torch.ones(3)}), {}, "no place for 1 tensors (model.extra.scales)"),
+        (lambda w: w.pop(LAYER), {}, f"its files lack 1 tensors ({LAYER})"),
+        (lambda w: w.update({LAYER: torch.ones(32, 64)}), {}, f"of another shape are 1 tensors ({LAYER})"),
+        (lambda w: [t.zero_() for t in w.values()], {}, "all its weights are zero"),
+        (lambda w: w[LAYER].fill_(float("nan")), {}, f"{LAYER} holds NaN or infinity"),
+    ],
+)
+def test_weights_that_are_not_what_the_config_says_end_the_run(
+    command: Command, tiny: Path, tmp_path: Path, change: Any, config: dict, said: str
+) -> None:
+    folder = saved(Path(shutil.copytree(tiny, tmp_path / "model")), change, **config)
+    assert command("method=full", "limit=1", f"model.path={folder}") == 1
+    (state,) = status(tmp_path / "out").values()
+    assert said in state["reason"] and not rows(tmp_path / "out")
+
+
+def test_a_mismatch_that_is_allowed_is_in_the_row(command: Command, tiny: Path, tmp_path: Path) -> None:
+    folder = saved(Path(shutil.copytree(tiny, tmp_path / "model")), lambda w: None, **ONE_LAYER)
+    assert command("method=full", "limit=1", f"model.path={folder}", "model.allow_mismatch=true") == 0
+    assert rows(tmp_path / "out")["full 1.0"]["model_file"] == {"mismatched_tensors": "12"}

@@ -40,6 +40,7 @@ OF_FILES = (
     "path",
     "gguf",
     "allow_pickle",
+    "allow_mismatch",
     *PLACES,
 )  # options of models that are read from files of one's own, or the hub's
 

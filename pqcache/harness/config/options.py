@@ -248,6 +248,8 @@ class ModelOptions:
     max_length: int | None = None
     # also read pickled weights (.bin), with torch's weights_only; false: safetensors alone
     allow_pickle: bool = False
+    # also run weights that do not fit config.json: tensors without a place, missing or of another shape; the row counts them
+    allow_mismatch: bool = False
     # of model=random: a name of pqcache.measure.geometries, a hub id or a folder
     geometry: str | None = None
     # of model=random: how many layers; null: all of the geometry's

@@ -72,7 +72,8 @@ class Row(TypedDict):
     # what was run
     model: str  # "embedded", or the model's group name or path
     model_options: dict[str, Any]  # the rest of model.*
-    model_file: dict[str, str] | None  # of a GGUF checkpoint: file, sha256, quantization; null for others
+    # of a GGUF checkpoint: file, sha256, quantization; with model.allow_mismatch=true mismatched_tensors; null for others
+    model_file: dict[str, str] | None
     method: str
     hyper_parameters: dict[str, Any]  # the rest of method.*, defaults filled in
     task: str

@@ -97,8 +97,26 @@ def check_config(path: object, config: PreTrainedConfig) -> None:
         raise Unusable(f"model.path={path}: config.json says head_dim={width}; rotary positions need an even one")
     for name in ("rms_norm_eps", "layer_norm_eps"):
         value = getattr(text, name, None)
-        if value is not None and not (isinstance(value, int | float) and math.isfinite(value) and value >= 0):
-            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number from 0")
+        if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
+            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number from 0 to 1")
+    _check_rotation(path, getattr(text, "rope_parameters", None) or {})
+
+
+def _check_rotation(path: object, said: Mapping[str, Any]) -> None:
+    """Refuse rotary positions that no model has. said: config.json's rope_parameters, or those of one kind of layer."""
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    kinds = {"default", *ROPE_INIT_FUNCTIONS}
+    for name, value in said.items():
+        if isinstance(value, dict):
+            _check_rotation(path, value)
+        elif name == "rope_type" and value not in kinds:
+            allowed = ", ".join(sorted(kinds))
+            raise Unusable(f"model.path={path}: config.json says rope_type={value!r:.60}; expected one of {allowed}")
+        elif name in ("rope_theta", "factor") and value is not None and not (
+            isinstance(value, int | float) and math.isfinite(value) and value > 0
+        ):  # fmt: skip
+            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number above 0")
 
 
 # -- what identifies them: their content, hashed once and remembered while a file stays as it is ------------------------

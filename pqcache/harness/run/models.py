@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -235,7 +235,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     """Load weights and tokenizer. Raises OSError or ValueError; the first line names the problem."""
     import torch
 
-    device = pick_device(options["device"])
+    device, mismatch = pick_device(options["device"]), 0
     if name == "random":
         from pqcache.measure.roofline import random_model
 
@@ -256,7 +256,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         allow_pickle = bool(options.get("allow_pickle"))
         model_files.check_format(path, allow_pickle=allow_pickle)
         tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-        loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True}
+        loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True, "ignore_mismatched_sizes": True}
         loading |= {"use_safetensors": None if allow_pickle else True, **map_arguments(options)}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
@@ -271,7 +271,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             if (misfit := map_misfit(options, error)) is None:
                 raise
             raise model_files.Unusable(misfit) from error
-        check_weights(path, model, info["missing_keys"])
+        mismatch = check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
         model = (model if options.get("device_map") else model.to(device)).eval()
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
@@ -285,19 +285,34 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         limit,
         *_marks(name, options, model.config),
         thinks,
-        _file(name, options),
+        _file(name, options, mismatch),
     )
 
 
-def check_weights(path: str, model: PreTrainedModel, missing: Collection[str]) -> None:
-    """Refuse weights that would run and mean nothing. missing: tensors that the files lack; they would be random."""
+def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *, allowed: bool) -> int:
+    """How many tensors of the files and of the model do not fit together. Refuses weights that would run and mean nothing.
+
+    info: what from_pretrained says of the files. allowed: model.allow_mismatch.
+    """
     from pqcache.selective.placement import weights
 
-    if missing:
-        raise ValueError(f"model.path={path}: its files lack {len(missing)} tensors, {min(missing)} first")
+    kinds = {
+        "its files lack": info["missing_keys"],
+        "the model has no place for": info["unexpected_keys"],
+        "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
+    }
+    lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
+    if lines and not allowed:
+        help_ = "the weights are not what config.json says; model.allow_mismatch=true runs them all the same"
+        raise model_files.Unusable(f"model.path={path}: {'; '.join(lines)}: {help_}")
+    empty = True
     for name, tensor in weights(model):
         if not bool(tensor.isfinite().all()):
             raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
+        empty &= tensor.ndim < 2 or not bool(tensor.any())
+    if empty:
+        raise ValueError(f"model.path={path}: all its weights are zero")
+    return sum(map(len, kinds.values()))
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
@@ -347,9 +362,10 @@ def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tupl
     return model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
 
 
-def _file(name: str, options: dict[str, Any]) -> dict[str, str] | None:
-    """What a row says of a GGUF checkpoint; None for any other."""
-    return None if name in WEIGHTS else gguf.facts(Path(local_or_hub(options)))
+def _file(name: str, options: dict[str, Any], mismatch: int = 0) -> dict[str, str] | None:
+    """What a row says of a GGUF checkpoint, and of tensors that did not fit; None for any other."""
+    known = None if name in WEIGHTS else gguf.facts(Path(local_or_hub(options)))
+    return {**(known or {}), "mismatched_tensors": str(mismatch)} if mismatch else known
 
 
 def random_dtype(options: dict[str, Any]) -> str:
