@@ -95,11 +95,7 @@ LAYER = "model.layers.1.mlp.up_proj.weight"
 @pytest.mark.parametrize(
     ("change", "config", "said"),
     [
-        (
-            lambda w: None,
-            ONE_LAYER,
-            "the model has no place for 12 tensors (model.layers.1.input_layernorm",
-        ),
+        (lambda w: None, ONE_LAYER, "the model has no place for 12 tensors (model.layers.1.input_layernorm"),
         (lambda w: w.update({"model.extra.scales": torch.ones(3)}), {}, "no place for 1 tensors (model.extra.scales)"),
         (lambda w: w.pop(LAYER), {}, f"its files lack 1 tensors ({LAYER})"),
         (lambda w: w.update({LAYER: torch.ones(32, 64)}), {}, f"of another shape are 1 tensors ({LAYER})"),
