@@ -61,7 +61,7 @@ def table(every: Sequence[Record]) -> str:
 
 def _interval(one: Record) -> str:
     ends = [end for end in (one.get(f"{KL}.low"), one.get(f"{KL}.high")) if end is not None]
-    return "" if not ends else spread(one[KL], ends, lambda value: number(value, 4))
+    return "" if not any(ends) else spread(one[KL], ends, lambda value: number(value, 4))
 
 
 def draw(every: Sequence[Record], path: Path) -> Path | None:

@@ -204,7 +204,9 @@ def _line(axis: Axes, block: pd.DataFrame, label: str, style: dict[str, Any]) ->
 
 
 def round_ticks(values: Sequence[float]) -> list[float]:
-    """Ticks of a logarithmic axis: steps of 1, 2 and 5, or evenly spaced where the numbers are close to each other."""
+    """Ticks of a logarithmic axis: steps of 1, 2 and 5, of 1 over many powers of ten, or evenly spaced where the
+    numbers are close to each other.
+    """
     from matplotlib.ticker import MaxNLocator
 
     known = [value for value in values if value > 0]
@@ -214,7 +216,8 @@ def round_ticks(values: Sequence[float]) -> list[float]:
     if most < 5 * least:
         return [float(tick) for tick in MaxNLocator(5).tick_values(least, most) if tick > 0]
     powers = range(math.floor(math.log10(least)), math.ceil(math.log10(most)) + 1)
-    steps = [step * 10.0**power for power in powers for step in (1, 2, 5)]
+    digits = (1, 2, 5) if len(powers) < 4 else (1,)
+    steps = [step * 10.0**power for power in powers for step in digits]
     return [step for step in steps if 0.8 * least <= step <= 1.25 * most]
 
 

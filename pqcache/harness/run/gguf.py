@@ -114,8 +114,9 @@ def _convert(file: Path, folder: Path) -> None:
     kind = fields.get("general.file_type")
     quantization = LlamaFileType(int(kind.contents())).name.removeprefix("MOSTLY_") if kind is not None else "unknown"
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
+    ours: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
-        model, info = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32, output_loading_info=True)
+        model, info = AutoModelForCausalLM.from_pretrained(**source, **ours, trust_remote_code=False)
     if missing := sorted(info["missing_keys"]):
         raise Unusable(f"model.path={file}: lacks {len(missing)} tensors that its architecture has, {missing[0]} first")
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
@@ -128,6 +129,6 @@ def _convert(file: Path, folder: Path) -> None:
     }
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(folder)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(**source, trust_remote_code=False).save_pretrained(folder)
     said = {"file": file.name, "sha256": file_hash(file), "quantization": quantization}
     (folder / FACTS).write_text(json.dumps(said) + "\n", encoding="utf-8")
