@@ -69,7 +69,12 @@ def test_an_allowed_pickle_runs_no_code(pickled: Path, command: Command, tmp_pat
 def test_what_is_allowed_is_no_part_of_a_cell() -> None:
     plain, allowed = (planned(["method=full", *typed]).cells[0] for typed in ([], ["model.allow_pickle=true"]))
     assert plain.name == allowed.name and plain.about == allowed.about
-    assert allowed.unhashed["model"] == {"allow_pickle": True, "device_map": None, "max_memory": None}
+    assert allowed.unhashed["model"] == {
+        "allow_pickle": True,
+        "allow_mismatch": False,
+        "device_map": None,
+        "max_memory": None,
+    }
     assert "allow_pickle: true" in allowed.yaml() and "allow_pickle: false" in plain.yaml()
     assert not any(name.startswith(PERMITS) for name in NOT_HASHED)
 

@@ -1,4 +1,4 @@
-"""A model's files: what identifies them, their format, and numbers that no model can have."""
+"""A model's files: what identifies them, their format, numbers that no model can have, tensors that do not fit."""
 
 import contextlib
 import hashlib
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.atomic import write_text
 
@@ -117,6 +117,32 @@ def _check_rotation(path: object, said: Mapping[str, Any]) -> None:
             isinstance(value, int | float) and math.isfinite(value) and value > 0
         ):  # fmt: skip
             raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number above 0")
+
+
+def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *, allowed: bool) -> int:
+    """How many tensors of the files and of the model do not fit together. Refuses weights that would run and mean nothing.
+
+    info: what from_pretrained says of the files. allowed: model.allow_mismatch.
+    """
+    from pqcache.selective.placement import weights
+
+    kinds = {
+        "its files lack": info["missing_keys"],
+        "the model has no place for": info["unexpected_keys"],
+        "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
+    }
+    lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
+    if lines and not allowed:
+        help_ = "the weights are not what config.json says; model.allow_mismatch=true runs them all the same"
+        raise Unusable(f"model.path={path}: {'; '.join(lines)}: {help_}")
+    empty = True
+    for name, tensor in weights(model):
+        if not bool(tensor.isfinite().all()):
+            raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
+        empty &= tensor.ndim < 2 or not bool(tensor.any())
+    if empty:
+        raise ValueError(f"model.path={path}: all its weights are zero")
+    return sum(map(len, kinds.values()))
 
 
 # -- what identifies them: their content, hashed once and remembered while a file stays as it is ------------------------

@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -271,7 +271,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             if (misfit := map_misfit(options, error)) is None:
                 raise
             raise model_files.Unusable(misfit) from error
-        mismatch = check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
+        mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
         model = (model if options.get("device_map") else model.to(device)).eval()
     chat = wraps_chat(name, options, tokenizer)
     config = model.config.get_text_config(decoder=True)
@@ -287,32 +287,6 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         thinks,
         _file(name, options, mismatch),
     )
-
-
-def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *, allowed: bool) -> int:
-    """How many tensors of the files and of the model do not fit together. Refuses weights that would run and mean nothing.
-
-    info: what from_pretrained says of the files. allowed: model.allow_mismatch.
-    """
-    from pqcache.selective.placement import weights
-
-    kinds = {
-        "its files lack": info["missing_keys"],
-        "the model has no place for": info["unexpected_keys"],
-        "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
-    }
-    lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
-    if lines and not allowed:
-        help_ = "the weights are not what config.json says; model.allow_mismatch=true runs them all the same"
-        raise model_files.Unusable(f"model.path={path}: {'; '.join(lines)}: {help_}")
-    empty = True
-    for name, tensor in weights(model):
-        if not bool(tensor.isfinite().all()):
-            raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
-        empty &= tensor.ndim < 2 or not bool(tensor.any())
-    if empty:
-        raise ValueError(f"model.path={path}: all its weights are zero")
-    return sum(map(len, kinds.values()))
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
