@@ -6,8 +6,8 @@
     python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
 
 docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options,
-docs/row.md from the class Row. In README.md the parts between `<!-- real`, `<!-- results` or `<!-- methods` and `<!-- end -->`
-are written, in docs/findings.md that after `<!-- findings`; the rest is kept.
+docs/row.md from the class Row. In README.md the parts between `<!-- real`, `<!-- answers`, `<!-- results` or
+`<!-- methods` and `<!-- end -->` are written, in docs/findings.md that after `<!-- findings`; the rest is kept.
 """
 
 import argparse
@@ -25,7 +25,7 @@ from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import documented, option_fields  # noqa: E402
 from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.lookup import options  # noqa: E402
-from pqcache.harness.report import fidelity, findings, trade_off  # noqa: E402
+from pqcache.harness.report import any_table, fidelity, findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
 from pqcache.harness.report.frame import group_rows  # noqa: E402
 from pqcache.harness.report.rows import rows_under  # noqa: E402
@@ -259,9 +259,16 @@ def real() -> list[dict[str, Any]]:
     return fidelity.records(row for row in rows if row["task_options"]["source"] == "book")
 
 
+def answers() -> str:
+    """The scores that `make real` ends with."""
+    layout = any_table.lay_out(rows_under(REAL_ROWS / "real"), ["method"], ["task"], ["score"])
+    return any_table.tables(layout)[0].markdown().partition("\n\n")[2]
+
+
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    for name, table in {"real": fidelity.table(real()), "results": trade_off.table(short_points())}.items():
+    made = {"real": fidelity.table(real()), "answers": answers(), "results": trade_off.table(short_points())}
+    for name, table in made.items():
         table = re.sub(r" ?\| ?", "|", table)
         # an interval stays on one line
         text = filled(text, name, re.sub(r" \[(\S+), (\S+)\]\|", r"&nbsp;[\1,&nbsp;\2]|", table))
