@@ -240,12 +240,6 @@ def points() -> Any:
     return trade_off.points(group_rows(ROWS), rows_under(HOST_ROWS), group_rows(TIMED_ROWS))
 
 
-def short_points() -> Any:
-    """Those of the README."""
-    made = points()
-    return made[made.method.isin(README_METHODS)]
-
-
 def filled(text: str, mark: str, table: str) -> str:
     """The text with `table` between `<!-- <mark>...-->` and the next `<!-- end -->`."""
     found = re.compile(rf"(<!-- {mark}\b[^>]*-->\n).*?(<!-- end -->)", re.DOTALL)
@@ -267,7 +261,11 @@ def answers() -> str:
 
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = {"real": fidelity.table(real()), "answers": answers(), "results": trade_off.table(short_points())}
+    made = {
+        "real": fidelity.table(real()),
+        "answers": answers(),
+        "results": trade_off.table(points().query("method in @README_METHODS")),
+    }
     for name, table in made.items():
         table = re.sub(r" ?\| ?", "|", table)
         # an interval stays on one line

@@ -18,7 +18,6 @@ from pqcache.harness.report.frame import frame
 from pqcache.harness.report.rows import Row, content, rows_under
 from pqcache.harness.report.table import EMPTY, Table, number, spread
 
-MIB = 2**20
 Record = dict[str, Any]  # a line of the frame
 KL, SAME = "metric.kl", "score"
 
@@ -26,11 +25,10 @@ KL, SAME = "metric.kl", "score"
 def records(rows: Iterable[Row]) -> list[Record]:
     """A line per row: Full first, then the methods by KL at their largest budget, each with its budgets from the largest."""
     made = [{str(key): value for key, value in one.items()} for one in frame(rows).to_dict("records")]
-    made.sort(key=lambda one: -float(one["budget"] or 1))
-    best: dict[str, float] = {}
-    for one in made:
-        best.setdefault(one["method"], one[KL])
-    return sorted(made, key=lambda one: (one["method"] != "full", best[one["method"]], one["method"]))
+    made.sort(key=lambda one: float(one["budget"] or 1))
+    largest = {one["method"]: one[KL] for one in made}  # of several budgets the last one stays
+    made.reverse()
+    return sorted(made, key=lambda one: (one["method"] != "full", largest[one["method"]], one["method"]))
 
 
 def budgets(every: Sequence[Record]) -> list[str]:
@@ -48,14 +46,10 @@ def table(every: Sequence[Record]) -> str:
         largest = next(one for one in at if one is not None)
         same = [number(one[SAME]) if one else EMPTY for one in at]
         kl = [f"{number(one[KL], 4)} {_interval(one)}".strip() if one else EMPTY for one in at]
-        held = number(sum(content(largest["row"]).values()) / MIB)
+        held = number(sum(content(largest["row"]).values()) / 2**20)
         body.append([method, *same, *kl, number(largest["attended_tokens"], 0), held])
-    head = [
-        "method",
-        *(f"same token, % at {budget}" for budget in asked),
-        *(f"KL at {budget} [95 %]" for budget in asked),
-    ]
-    head += ["attended tokens", "MiB"]
+    each = [f"{what} at {budget}" for what in ("same token, %", "KL") for budget in asked]
+    head = ["method", *each, "attended tokens", "MiB"]
     return Table("", head, body).markdown().replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))
 
 
