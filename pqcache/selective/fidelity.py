@@ -11,11 +11,12 @@ these tokens: `first_divergence` is where it would leave the reference.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.nn.functional import kl_div
 from transformers import PreTrainedModel
 
 from pqcache.selective.decode import generate
@@ -52,10 +53,10 @@ class Fidelity:
     logprobs: list[float]  # of the reference's token under the method, in nats
     result: GenerationResult  # what reading cost
 
-    @property
-    def first_divergence(self) -> int:
-        """Steps before the first one whose likeliest token differs; all of them if none does."""
-        return self.equal.index(False) if False in self.equal else len(self.equal)
+
+def first_divergence(equal: Sequence[Any]) -> int:
+    """Steps before the first one whose likeliest token differs; all of them if none does. equal: of each step, true or 1."""
+    return next((step for step, same in enumerate(equal) if not same), len(equal))
 
 
 def write_reference(
@@ -86,7 +87,7 @@ def read_reference(
     kl, equal, logprobs = [], [], []
     for token, theirs, own in list(zip(reference.token_ids, reference.logits, seen.logits, strict=True))[1:]:
         p, q = theirs.float().log_softmax(-1), own.float().log_softmax(-1)
-        kl.append(float((p.exp() * (p - q)).sum().clamp_min(0.0)))  # below 0 by rounding alone
+        kl.append(float(kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0)))  # below 0 by rounding alone
         equal.append(int(own.argmax()) == token)
         logprobs.append(float(q[token]))
     return Fidelity(kl, equal, logprobs, result)

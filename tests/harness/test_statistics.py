@@ -106,6 +106,15 @@ def test_an_unlike_full_is_no_pair_and_the_row_says_why(changed: dict[str, Any],
     assert frame([other, row])["to_full"].isna().all()
 
 
+def test_a_full_row_of_before_an_option_is_a_pair() -> None:
+    full, oracle = full_and_oracle()
+    for row in (full, oracle):
+        row["model_options"] = {"path": None, "thinking": None, "gguf": None}
+    older = {key: value for key, value in full.items() if key not in ("model_file", "sample_metrics")}
+    old = results.migrate({**older, "schema": 1, "model_options": {"path": None}})
+    assert match_full({**oracle, "paired_with": None}, [old]) == (old, None)
+
+
 def test_what_belongs_to_the_method_may_differ() -> None:
     full, oracle = full_and_oracle()
     oracle = {**oracle, "protocol": "paper", "dense_layers": 2, "paired_with": None}

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.options import DECODE, DecodeOptions, Refused, fits, one_line, say_once
+from pqcache.fields import added_options
+from pqcache.harness.config.options import DECODE, DecodeOptions, ModelOptions, Refused, fits, one_line, say_once
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.table import printable
+from pqcache.harness.tasks import TASKS, task_class
 
 SCHEMA = 2
 ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them
@@ -308,6 +310,10 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys(("model_file", "sample_metrics")),
     }  # fmt: skip
     row = {**missing, **value, "schema": SCHEMA}
+    if isinstance(row.get("model_options"), dict):  # an option that was added since has the behaviour of before
+        row["model_options"] = {**added_options(ModelOptions), **row["model_options"]}
+    if isinstance(row.get("task_options"), dict) and row.get("task") in TASKS:
+        row["task_options"] = {**added_options(task_class(row["task"]).Options), **row["task_options"]}
     scores = row.get("sample_scores")
     if not isinstance(scores, dict) or not isinstance(row.get("tasks"), dict | None):
         return row  # `damage` says it

@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from pqcache.harness.run.recorder import Recorder
     from pqcache.selective import Method, Prefill
 
+# of an answer that a method could not read: task=fidelity finds its numbers in each
+NO_STEPS = json.dumps({"kl": [0.0], "equal": [0], "logprobs": [0.0], "text": ""})
 WARM_TOKENS = 1024  # of the prompt that warms the kernels up
 Scorer = Callable[[str, dict, str], float | None]  # (lm-eval task, document, response) -> 0..100
 
@@ -176,7 +178,7 @@ class HarnessLM(LM):
         try:
             sample = self.generate_alone(prepared, request.doc, prefill)
         except NonFinite as error:
-            sample = self.fail(error, prepared, "")
+            sample = self.fail(error, prepared, NO_STEPS if prepared.beside_full else "")
         return prepared, self.log_answer(request, prepared, sample)
 
     def generate_alone(self, prepared: Prepared, doc: dict, prefill: Prefill | None = None) -> Sample:
@@ -218,7 +220,7 @@ class HarnessLM(LM):
 
     def _reference(self, prepared: Prepared, prompt: torch.Tensor, end: Collection[int], how: dict) -> Reference:
         """Full's answer to a prompt, written once for all cells of a session that read it in turn."""
-        known, key = self.reader.known, (prepared.mark, self.attn, self.graph, self.kernels)
+        known, key = self.reader.known, (prepared.mark, prepared.question, self.attn, self.graph, self.kernels)
         if known.reference is None or known.reference[0] != key:
             full = method_class("full")()
             made = write_reference(self.loaded.model, full, prompt, tokens=prepared.new_tokens, end=end, **how)

@@ -33,9 +33,9 @@ from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.needle import Tokens
 from pqcache.harness.tasks.sources import Facts, facts_of, file_facts, read_rows, sha256
+from pqcache.selective.fidelity import first_divergence
 
 METRICS = ("top1", "kl", "first_divergence", "loss")
-COMPARE = "beside_full"  # the setting of a request whose answer Full writes
 
 
 @dataclass(kw_only=True)
@@ -100,15 +100,15 @@ class Fidelity(Task[FidelityOptions]):
             prompts = [text for text in prompts if request.count_tokens(text) >= self.options.shortest][:limit]
             allowed = f"{self.options.source} has no prompt of so many tokens"
             require(bool(prompts), "shortest", self.options.shortest, allowed)
-            settings: dict[str, Any] = {COMPARE: True, "cut_middle": length - (request.count_tokens("") + 8)}
+            settings: dict[str, Any] = {"cut_middle": length - (request.count_tokens("") + 8)}
         else:
             text, facts = self._text()
             prompts = windows(Tokens(request.tokenizer, text), length, limit)
-            settings = {COMPARE: True, "wrapper": "none"}
+            settings = {"wrapper": "none"}
             require(bool(prompts), "length", length, f"{self.options.source} has fewer tokens of text")
         config = generation_task(
             self.name, [{"prompt": prompt, "answer": ""} for prompt in prompts], process_results, METRICS,
-            max_new_tokens=self.max_new_tokens, **settings,
+            max_new_tokens=self.max_new_tokens, beside_full=True, **settings,
         )  # fmt: skip
         config["metric_list"].append(
             {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
@@ -140,11 +140,11 @@ def windows(tokens: Tokens, length: int, limit: int | None) -> list[str]:
 def process_results(doc: dict, results: list[str]) -> dict[str, Any]:
     """The metrics of one prompt, from the answer that the adapter gives: what each step measured, as JSON."""
     steps = json.loads(results[0])
-    count, logprobs = len(steps["kl"]), steps["logprobs"]
+    logprobs = steps["logprobs"]
     return {
         "top1": fmean(steps["equal"]),
         "kl": fmean(steps["kl"]),
-        "first_divergence": float(steps["equal"].index(0) if 0 in steps["equal"] else count),
+        "first_divergence": float(first_divergence(steps["equal"])),
         "loss": -fmean(logprobs),
-        "perplexity": (math.fsum(logprobs), count),
+        "perplexity": (math.fsum(logprobs), len(logprobs)),
     }
