@@ -33,7 +33,6 @@ from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.needle import Tokens
 from pqcache.harness.tasks.sources import Facts, facts_of, file_facts, read_rows, sha256
-from pqcache.selective.fidelity import first_divergence
 
 METRICS = ("top1", "kl", "first_divergence", "loss")
 
@@ -139,6 +138,8 @@ def windows(tokens: Tokens, length: int, limit: int | None) -> list[str]:
 
 def process_results(doc: dict, results: list[str]) -> dict[str, Any]:
     """The metrics of one prompt, from the answer that the adapter gives: what each step measured, as JSON."""
+    from pqcache.selective.fidelity import first_divergence  # imports torch, which look-ups of options do without
+
     steps = json.loads(results[0])
     logprobs = steps["logprobs"]
     return {
