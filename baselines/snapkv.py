@@ -27,7 +27,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache.fields import added
-from pqcache.selective.budget import Plan, partition_plan
+from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.layer import LayerContext
@@ -123,9 +123,7 @@ class SnapKV(EvictionMethod):
         self.require_room(self.n_sink or 0, self.recent or self.w or 0)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
-        whole = partition_plan(self.budget_at(s), s, self.n_sink or 0, recent_ratio=1.0)
-        local = min(self.recent or self.w or 0, whole.local)
-        return Plan(sinks=whole.sinks, local=local, k=whole.local - local)
+        return window_plan(self.budget_at(s), s, self.n_sink or 0, self.recent or self.w or 0)
 
     def make_scorer(self, layer_idx: int, shape: ModelShape) -> Scorer:
         return Scorer() if self.budget.is_everything else WindowScorer(self.w or 0, self.refreshes)

@@ -40,6 +40,9 @@ METHODS: dict[str, str] = {
     "coded": "baselines.combined:Coded",
     "kvcrush_mixed": "baselines.combined:KVCrushMixed",
     "evict_retrieve": "baselines.combined:EvictRetrieve",
+    "tova": "baselines.tova:TOVA",
+    "keydiff": "baselines.keydiff:KeyDiff",
+    "expected_attention": "baselines.expected_attention:ExpectedAttention",
 }
 
 # Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.

@@ -130,3 +130,10 @@ def partition_plan(budget: Budget, s: int, n_sink: int, recent_ratio: float) -> 
     total = min(rest, max(0, budget.tokens - sinks)) if budget.tokens is not None else budget.total(rest)
     local = min(rest, max(1, floor_share(total, recent_ratio)))
     return Plan(sinks=sinks, local=local, k=max(0, total - local))
+
+
+def window_plan(budget: Budget, s: int, n_sink: int, recent: int) -> Plan:
+    """As `partition_plan`, with a local window of `recent` tokens as far as the budget has them. It may be 0."""
+    whole = partition_plan(budget, s, n_sink, recent_ratio=1.0)
+    local = min(recent, whole.local)
+    return Plan(sinks=whole.sinks, local=local, k=whole.local - local)

@@ -92,6 +92,8 @@ class LayerContext:
     probs: torch.Tensor | None = None
     # where a layer's `sums_from` asked for them: sums over a whole prompt's last queries, while it is observed
     column_sums: ColumnSums | None = None
+    # a complete prompt's values (n, h_kv, >= the longest row, d), as stored, while it is settled
+    values: torch.Tensor | None = None
 
 
 class ColumnSums(NamedTuple):

@@ -79,11 +79,12 @@ class StagedLayer(SelectiveLayer):
 
     def finish_prompt(self, ctx: LayerContext) -> None:
         if self.fresh is not None:
-            self.settle(*self.fresh, ctx.step.total, ctx)
+            (k, ctx.values), lengths = self.fresh, ctx.step.total
         else:
             assert self.staged is not None
-            self.settle(*self.staged.view(), self.staged.lengths, ctx)
-        self.fresh = self.staged = None
+            (k, ctx.values), lengths = self.staged.view(), self.staged.lengths
+        self.settle(k, ctx.values, lengths, ctx)
+        self.fresh = self.staged = ctx.values = None
 
     def clear(self) -> None:
         self.fresh = self.staged = None

@@ -14,10 +14,12 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from baselines.keydiff import KeyDiff
 from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
 from baselines.streaming import StreamingLLM
+from baselines.tova import TOVA
 from pqcache.selective import Budget
 from pqcache.selective.attention import partial
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
@@ -37,6 +39,9 @@ EVICTORS: dict[str, tuple[type[EvictionMethod], dict[str, Any]]] = {
     "snapkv": (SnapKV, {"n_sink": 3, "w": 6, "kernel": 5}),
     "snapkv-avg": (SnapKV, {"published": "listing", "w": 4, "protocol": "paper"}),
     "pyramidkv": (PyramidKV, {"n_sink": 0, "w": 4, "exact_total": True}),
+    "tova": (TOVA, {"n_sink": 3}),
+    "tova-paper": (TOVA, {"mode": "static", "protocol": "paper"}),
+    "keydiff": (KeyDiff, {"n_sink": 3}),
     "kvcrush": (KVCrush, {"anchor": "mean", "base_options": {"n_sink": 3, "w": 6}}),
     "kvcrush-h2o-pages": (KVCrush, {"base": "h2o", "page": 4, "anchor": "inv_mean", "base_options": {"n_sink": 3}}),
     "kvcrush-kmeans": (KVCrush, {"grouping": "kmeans", "base_options": {"n_sink": 0, "w": 6}}),
@@ -174,7 +179,7 @@ def test_heads(name: str, s: int, ratio: float, seed: int) -> None:
     assert permuted.held() == [mha.held()[i] for i in order]
 
 
-@pytest.mark.parametrize("name", ["h2o", "h2o_c", "streaming-dynamic"])
+@pytest.mark.parametrize("name", ["h2o", "h2o_c", "streaming-dynamic", "tova"])
 @settings(max_examples=8, deadline=None)
 @given(geometries, st.integers(20, 60), st.floats(0.2, 0.6), st.integers(0, 99))
 def test_dynamic_steps(name: str, geometry: tuple[int, int], s: int, ratio: float, seed: int) -> None:

@@ -74,6 +74,9 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "streaming": [{"n_sink": 4, "mode": mode} for mode in ("dynamic", "static", "rolling")],
     "snapkv": [{"n_sink": 4, "w": 8, "kernel": 5}, {"published": "listing", "w": 6, "protocol": "paper"}],
     "pyramidkv": [{"n_sink": 4}],
+    "tova": [{"n_sink": 4}, {"mode": "static", "protocol": "paper"}],
+    "keydiff": [{"n_sink": 4}],
+    "expected_attention": [{"n_sink": 4}],
     "h2o": [{"n_sink": 4}, {"mode": "static", "recent": 6, "protocol": "paper"}],
     "h2o_c": [{"n_sink": 4, "comm_base": "k"}],
     "kvcrush": [

@@ -27,16 +27,17 @@ SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
 DECLARED = {
     **dict.fromkeys(("full", "int8", "kivi", "gear", "zipcache", "mikv"), "ignored"),
     **dict.fromkeys(("oracle", "pqcache", "sparq", "double_sparsity", "clusterkv", "infinigen", "two_stage"), "exact"),
-    **dict.fromkeys(("h2o", "streaming", "evict_retrieve", "coded"), "exact"),
+    **dict.fromkeys(("h2o", "streaming", "tova", "evict_retrieve", "coded"), "exact"),
     **dict.fromkeys(("quest", "infllm"), "whole"),
-    **dict.fromkeys(("snapkv", "kvcrush", "kvcrush_mixed"), "refreshed"),
+    **dict.fromkeys(("snapkv", "kvcrush", "kvcrush_mixed", "keydiff"), "refreshed"),
     "pyramidkv": "pooled",
     "h2o_c": "extra",
+    "expected_attention": "prompt",
     "replay": "own",
 }
 USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
 # settings under which a method cannot keep its rule, or whose parts have another one
-OTHER = {"infinigen-1": "prompt", "streaming-1": "prompt", "h2o-1": "prompt", "snapkv-1": "prompt"}
+OTHER = {"infinigen-1": "prompt", "streaming-1": "prompt", "h2o-1": "prompt", "snapkv-1": "prompt", "tova-1": "prompt"}
 OTHER |= {"kvcrush-3": "pooled", "coded-1": "prompt", "coded-3": "refreshed"}
 
 
