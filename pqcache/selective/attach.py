@@ -18,7 +18,7 @@ attention, output projection and MLP are computed for that token alone. K and V 
 import copy
 import functools
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any, cast
@@ -37,7 +37,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from pqcache.selective.cache import SelectiveCache
+from pqcache.selective.cache import Joint, SelectiveCache
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.support import CLOSED, SINKS, check_architecture
 
@@ -72,15 +72,19 @@ def selective_attention(
     **kwargs,
 ) -> tuple[torch.Tensor, None]:
     """The attention function transformers calls: query (n, h, t, d), key and value (n, h_kv, t, d) of the new block."""
-    ctx: LayerContext | None = module.__dict__.pop(_CONTEXT, None)
-    if ctx is None:  # another cache, or none: an ordinary forward pass
+    contexts: list[LayerContext] | None = module.__dict__.pop(_CONTEXT, None)
+    if contexts is None:  # another cache, or none: an ordinary forward pass
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
         )
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
         raise ValueError("soft-capped logits and attention sinks of the model are not supported")
-    ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return ctx.cache.layers[ctx.layer_idx].attend(query, key, value, attention_mask, ctx), None
+    outputs = []
+    rows = [len(ctx.hidden) for ctx in contexts]
+    for ctx, q, k, v in zip(contexts, query.split(rows), key.split(rows), value.split(rows), strict=True):
+        ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        outputs.append(ctx.cache.layers[ctx.layer_idx].attend(q, k, v, attention_mask, ctx))
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
 
 
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
@@ -161,11 +165,12 @@ class Hooks:
 
         Counting padding too would rotate the keys further, and their product-quantized codes would change.
         """
-        cache, mask = cache_of(kwargs), kwargs.get("attention_mask")
-        _ours.set(cache is not None)
-        if cache is None:
+        caches, mask = caches_of(kwargs), kwargs.get("attention_mask")
+        _ours.set(bool(caches))
+        if not caches:
             return None
-        cache.open_forward()
+        for cache in caches:
+            cache.open_forward()
         if kwargs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
         inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
@@ -173,38 +178,44 @@ class Hooks:
         return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
 
     def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        if (cache := cache_of(kwargs)) is not None:
+        for cache in caches_of(kwargs):
             _ours.set(False)
             cache.close_forward()
 
     def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
         """An attention module is about to run: store its context, and let its layer and the next one start early work."""
         module.__dict__.pop(_CONTEXT, None)  # left by a pass that failed between here and the attention function
-        cache = kwargs.get("past_key_values")
-        if type(cache) is not SelectiveCache and not isinstance(cache, SelectiveCache):
+        if not (caches := caches_of(kwargs)):
             return
-        cos, sin = kwargs["position_embeddings"]
-        index: int = module.layer_idx  # type: ignore[assignment]
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        ctx = LayerContext(
-            layer_idx=index,
-            module=module,
-            cache=cache,
-            hidden=hidden,
-            cos=cos,
-            sin=sin,
-            position_ids=kwargs.get("position_ids"),
-            modules=self.modules,
-            rotary=self.rotary[index],
-            step=cache.step or cache.plan_step(hidden.shape[0], hidden.shape[1], kwargs.get("attention_mask")),
-            last_only=cache.last_only and index == len(self.modules) - 1,
-        )
-        module.__dict__[_CONTEXT] = ctx
-        cache.enter_layer(ctx)
+        positions, (cos, sin) = kwargs.get("position_ids"), kwargs["position_embeddings"]
+        rows = [len(hidden)] if len(caches) == 1 else [len(cache.past) for cache in caches]
+        index: int = module.layer_idx  # type: ignore[assignment]
+        contexts, start = [], 0
+        for cache, n in zip(caches, rows, strict=True):
+            own, start = slice(start, start + n), start + n
+            contexts.append(
+                LayerContext(
+                    layer_idx=index,
+                    module=module,
+                    cache=cache,
+                    hidden=hidden[own],
+                    cos=cos if len(cos) == 1 else cos[own],
+                    sin=sin if len(sin) == 1 else sin[own],
+                    position_ids=positions if positions is None or len(positions) == 1 else positions[own],
+                    modules=self.modules,
+                    rotary=self.rotary[index],
+                    step=cache.step or cache.plan_step(n, hidden.shape[1], kwargs.get("attention_mask")),
+                    last_only=cache.last_only and index == len(self.modules) - 1,
+                )
+            )
+        module.__dict__[_CONTEXT] = contexts
+        for ctx in contexts:
+            ctx.cache.enter_layer(ctx)
 
     def before_logits(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         """Find out whether the pass returns the last token's logits only."""
-        if (cache := cache_of(kwargs)) is not None:
+        for cache in caches_of(kwargs):
             kept = kwargs.get("logits_to_keep")
             every_row = [kwargs.get(key, getattr(self.config, key, None)) for key in EVERY_ROW]
             last_only = isinstance(kept, int) and kept == 1 and all(x is None or x is False for x in every_row)
@@ -212,17 +223,19 @@ class Hooks:
 
     def after_logits(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         self.last_only = False
-        if (cache := cache_of(kwargs)) is not None:
+        for cache in caches_of(kwargs):
             cache.last_only = False
 
     def before_tail(self, _: nn.Module, args: tuple) -> tuple | None:
         return (args[0][:, -1:], *args[1:]) if self.last_only and args else None
 
 
-def cache_of(kwargs: dict) -> SelectiveCache | None:
-    """The cache that a module was called with, if it is ours."""
+def caches_of(kwargs: dict) -> Sequence[SelectiveCache]:
+    """The caches that a module was called with, if they are ours: one, or those of a Joint."""
     cache = kwargs.get("past_key_values")
-    return cache if isinstance(cache, SelectiveCache) else None
+    if isinstance(cache, SelectiveCache):
+        return (cache,)
+    return cache.members if isinstance(cache, Joint) else ()
 
 
 def attention_settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:

@@ -1,8 +1,9 @@
 """SelectiveCache: a transformers Cache whose layers own attention, and the bookkeeping of one request."""
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from statistics import fmean
+from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
@@ -332,6 +333,20 @@ class SelectiveCache(Request):
                     content[tier] -= buffer.slack
                     break
         return content
+
+
+class Joint(Cache):
+    """The caches of several members as one, their rows below each other. For one decode step, inside `attach(model)`."""
+
+    def __init__(self, members: Sequence[SelectiveCache], rows: Sequence[int]) -> None:
+        super().__init__(layers=members[0].layers)
+        self.members, self.rows = list(members), list(rows)
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
+        parts = zip(self.members, key_states.split(self.rows), value_states.split(self.rows), strict=True)
+        for cache, k, v in parts:
+            cache.layers[layer_idx].update(k, v)
+        return key_states, value_states
 
 
 def _kept(layer: SelectiveLayer) -> dict[str, list[torch.Tensor]]:

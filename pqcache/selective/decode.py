@@ -18,6 +18,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.captured import StepRecorder, check
 from pqcache.selective.layer import Watcher
+from pqcache.selective.lockstep import in_lockstep, joint_step
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.result import Clock, GenerationResult, NonFinite, planned_tokens, report
@@ -134,7 +135,7 @@ def answer(
         for block, where in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
             logits = _logits(model, cache, block, where)
     fed = len(rows) > 1 or any(row.waiting or row.request.sampling is not None for row in rows)
-    recorder = StepRecorder(model, cache, graph, fed=fed)
+    recorder = StepRecorder(model, cache, "off" if in_lockstep() else graph, fed=fed)
     while True:
         choices, finite = [0] * len(running), [1] * len(running)
         if not all(row.waiting for row in running):
@@ -172,6 +173,8 @@ def _chosen(logits: torch.Tensor, rows: list[_Row]) -> tuple[list[int], list[int
 
 def _logits(model: PreTrainedModel, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """The logits after a block: (n, vocabulary). Without a mask: the cache knows the padding."""
+    if (together := joint_step(cache, ids, positions)) is not None:
+        return together
     out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1]
 
@@ -228,7 +231,7 @@ def generate(
         (row,), marks = run.answer()
         row.check()
         result = report(run.cache, row.tokens, marks, input_ids.shape[1], request.body)
-    if prefill is not None:
+    if prefill is not None or in_lockstep():
         result.prefill_s = result.tt2t_s = None
     return result
 

@@ -75,6 +75,17 @@ def write_reference(
     return Reference(result.token_ids, seen.logits)
 
 
+def read_again(model: PreTrainedModel, full: Method, ids: torch.Tensor, reference: Reference, **how: Any) -> None:
+    """Replace the reference's logits by those of `full` reading its own answer.
+
+    The first callable of a `lockstep` whose others are `read_reference`: their products have more rows than those of the
+    answer, and round differently, which is no doing of a method.
+    """
+    seen = _Seen(reference.token_ids)
+    generate(model, full, ids, max_new_tokens=len(reference.token_ids), sampling=seen, **how)
+    reference.logits[:] = seen.logits
+
+
 def read_reference(
     model: PreTrainedModel, method: Method, ids: torch.Tensor, reference: Reference, **how: Any
 ) -> Fidelity:

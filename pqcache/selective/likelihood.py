@@ -11,6 +11,7 @@ from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.decode import chunk_of
 from pqcache.selective.layer import Watcher
+from pqcache.selective.lockstep import in_lockstep, joint_step
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.result import Clock, GenerationResult, NonFinite, report
@@ -46,10 +47,13 @@ def score_loop(
     for start, end in [*blocks, *((i, i + 1) for i in range(prefill, ids.shape[1] - 1))]:
         # the logits that predict scored tokens; at least the last ones
         kept = min(end - start, max(1, end - first + 1))
-        out = model(input_ids=ids[:, start:end], past_key_values=cache, use_cache=True, logits_to_keep=kept)
+        block = ids[:, start:end]
+        kept_logits = joint_step(cache, block, torch.full_like(block, start))
+        if kept_logits is None:
+            kept_logits = model(input_ids=block, past_key_values=cache, use_cache=True, logits_to_keep=kept).logits[0]
         targets = ids[0, end - kept + 1 : end + 1]
         if end >= first:
-            for logits, target in zip(out.logits[0].split(ROWS), targets.split(ROWS), strict=True):
+            for logits, target in zip(kept_logits.split(ROWS), targets.split(ROWS), strict=True):
                 finite &= logits.amax() < torch.inf
                 scores = logits.float().log_softmax(-1)
                 logprobs.append(scores.gather(-1, target[:, None])[:, 0])
@@ -88,5 +92,7 @@ def likelihood(
     with attach(model):
         chunk = chunk_of(method, prefill, prefill_chunk)
         logprobs, greedy, marks = score_loop(model, cache, ids, first=first, prefill=prefill, prefill_chunk=chunk)
-    result = report(cache, ids[0, first:].tolist(), marks, s, prefill)
-    return Likelihood(logprobs.tolist(), greedy.tolist(), replace(result, prompt_tokens=max(first, prefill)))
+    result = replace(report(cache, ids[0, first:].tolist(), marks, s, prefill), prompt_tokens=max(first, prefill))
+    if in_lockstep():
+        result.prefill_s = result.tt2t_s = None
+    return Likelihood(logprobs.tolist(), greedy.tolist(), result)

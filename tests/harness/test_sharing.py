@@ -142,3 +142,17 @@ def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:
     assert place("auto") == "off" and place(True) == "device"
     monkeypatch.setattr(sharing, "free_bytes", lambda device: 1000 if device.type == "cuda" else 2**30)
     assert place("auto", gpu) == "host"
+
+
+def test_scored_texts_go_in_lockstep_to_the_same_numbers(command: Command, tmp_path: Path) -> None:
+    words = ("-m", "task=pg19", "task.source=book", "task.tokens=120", "task.stride=60", "task.start=60")
+    for shared in ("false", "all"):
+        assert command(*words, "method=full,streaming,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0
+    own, together = samples(tmp_path / "false"), samples(tmp_path / "all")
+    assert own.keys() == together.keys() and len(own) == 3
+    for method, mine in own.items():
+        for doc, sample in mine.items():
+            other = together[method][doc]
+            assert other["prefill_s"] is None and sample["prefill_s"] > 0
+            ours, theirs = (json.loads(one["response"])["logprobs"] for one in (sample, other))
+            assert ours == pytest.approx(theirs, abs=1e-5)

@@ -179,7 +179,8 @@ class RunOptions:
     # of an experiment with two sizes: machine (runs on a small machine) | paper (the paper's sizes)
     scale: Literal["machine", "paper"] = "machine"
     # Cells of one model and task share each prompt's dense prefill; TT2T is then measured on few samples. auto: in sweeps,
-    # where memory allows it | all: those too, so that nothing is timed and all cells have the same samples at any moment
+    # where memory allows it | all: those too, and the cells' decode steps are one batch; nothing is timed, and all cells have
+    # the same samples at any moment
     shared_prefill: Literal["auto", "all"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
     prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)

@@ -18,6 +18,7 @@ import math
 import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,7 +35,8 @@ from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, 
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
 from pqcache.registry import method_class
 from pqcache.selective import GenerationResult, NonFinite, generate, likelihood
-from pqcache.selective.fidelity import Fidelity, Reference, read_reference, write_reference
+from pqcache.selective.fidelity import Fidelity, Reference, read_again, read_reference, write_reference
+from pqcache.selective.lockstep import in_lockstep
 from pqcache.selective.support import attention_kernel
 
 if TYPE_CHECKING:
@@ -188,16 +190,9 @@ class HarnessLM(LM):
         self.begin(task, doc_id, ids)
         self.within.begin(f"{task} sample {doc_id}", prepared.new_tokens)
         model, prompt = self.loaded.model, torch.tensor([ids], device=self.loaded.device)
-        chunk = self.chunks.of(model, len(ids) - prepared.question)
         watchers = self.recorder.watchers(task, doc_id) if self.recorder is not None else ()
-        how: dict[str, Any] = {
-            "question_tokens": prepared.question,
-            "attn": self.attn,
-            "prefill": prefill,
-            "prefill_chunk": chunk,
-            "graph": self.graph,
-            "kernels": self.kernels,
-        }
+        how = self._how(prepared, prefill)
+        chunk = how["prefill_chunk"]
         if prepared.beside_full:
             reference = self._reference(prepared, prompt, stop_ids, how)
             read = read_reference(model, self.method, prompt, reference, watchers=watchers, **how)
@@ -217,6 +212,21 @@ class HarnessLM(LM):
         )
         result.extra.update(self.chunks.fact(chunk))
         return self.sample_of(prepared, doc, result, stop_ids)
+
+    def _how(self, prepared: Prepared, prefill: Prefill | None) -> dict[str, Any]:
+        """The arguments of every generation from a prompt."""
+        chunk = self.chunks.of(self.loaded.model, len(prepared.ids) - prepared.question)
+        own = {"attn": self.attn, "graph": self.graph, "kernels": self.kernels}
+        return {**own, "question_tokens": prepared.question, "prefill": prefill, "prefill_chunk": chunk}
+
+    def reader_beside(self, request: Instance, prefill: Prefill) -> Callable[[], None] | None:
+        """What reads Full's answer again beside methods that read it in lockstep; None for tasks without such an answer."""
+        prepared = self.reader.read(request)
+        if not prepared.beside_full:
+            return None
+        prompt, how = torch.tensor([prepared.ids], device=self.loaded.device), self._how(prepared, prefill)
+        reference = self._reference(prepared, prompt, self.ends(prepared)[0], how)
+        return partial(read_again, self.loaded.model, method_class("full")(), prompt, reference, **how)
 
     def _reference(self, prepared: Prepared, prompt: torch.Tensor, end: Collection[int], how: dict) -> Reference:
         """Full's answer to a prompt, written once for all cells of a session that read it in turn."""
@@ -340,6 +350,8 @@ class HarnessLM(LM):
     ) -> Sample:
         if not self.timed:
             result = replace(result, prefill_s=None, tt2t_s=None)
+        if in_lockstep():
+            result.extra["lockstep"] = 1
         key = asked.task, asked.doc_id, asked.mark
         return make_sample(result, key, response, score, question, attention_kernel(self.attn)[0], self.facts)
 

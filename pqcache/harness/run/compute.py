@@ -119,11 +119,15 @@ class _Run:
         text = request.request_type == "generate_until"
         if text and self.sharing is not None and len(todo) > 1:
             self.sharing.answer([request], [(lm, draw) for _, lm, draw in todo])
-        if self.unit.shared == "only":
-            return
+        works = []
         for member, lm, draw in todo:
             work = partial(lm.answer, request, draw=draw) if text else partial(lm.score_all, request)
-            self._guard(member, work)
+            works.append(partial(self._guard, member, work))
+        if self.unit.shared != "only":
+            for one in works:
+                one()
+        elif not text and works and self.sharing is not None:
+            self.sharing.score(works, todo[0][1], request)
 
     def _batches(self, requests: Sequence[Instance], bar: Any) -> None:
         """Answer all requests by every cell, several at a time."""

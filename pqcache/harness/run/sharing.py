@@ -2,6 +2,7 @@
 
 Each prompt is computed once, and every cell generates from the recording. Two kinds of samples have a prefill of their own: the
 first ones of each cell, so that TT2T is measured, and all samples of methods that do not attend to the prompt exactly.
+With shared_prefill=all nothing is timed, and the cells' decode steps are shared too: one batch, see selective/lockstep.py.
 
 A recording holds q, k, v, the output and the input of every layer. With shared_prefill=auto it goes where it fits: to the
 device, else to host memory, else nowhere. `units.may_share` says which cells share.
@@ -9,7 +10,8 @@ device, else to host memory, else nowhere. `units.may_share` says which cells sh
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Literal, TextIO
 
 import torch
@@ -21,9 +23,11 @@ from pqcache.harness.run import batches
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.memory import free_bytes, kept_bytes
 from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, Request, record, record_batch
+from pqcache.selective.lockstep import lockstep
 from pqcache.selective.placement import home
 
 Place = Literal["device", "host", "off"]
+MOST_AT_ONCE = 64  # cells whose decode steps are one batch
 STRIKES = 3  # a cell that fails at so many shared prompts in a row is left to its own unit
 SHARE_OF_FREE = 0.9  # of the free memory that a recording and a method's cache may take
 NOTES: dict[Place, str] = {
@@ -79,35 +83,78 @@ class Sharing:
         self._said: set[str] = set()
 
     def answer(self, requests: Sequence[Instance], todo: Sequence[tuple[HarnessLM, int]]) -> None:
-        """Answer one request, or a batch of them. todo: the cells that lack them, and the number of the answer."""
+        """Answer one request, or a batch of them. todo: the cells that lack them, and the number of the answer.
+
+        With shared_prefill=all in lockstep, cells with a prefill of their own included.
+        """
         prefill: Prefill | None = None
-        for lm, draw in todo:
-            if lm.label in self._alone:
-                continue
-            rows = [] if lm.batch == 1 else batches.read(lm, [(request, draw) for request in requests])
-            try:
-                if prefill is None:
-                    prefill = self._batch(lm, batches.rows_of(lm, rows)) if rows else self._prompt(lm, requests[0])
-            except Exception as error:  # of the prompt, not of this cell: out of memory, perhaps
-                self._failed(requests, "cannot be recorded", error)
-            if prefill is None:
+        together = self.shared == "all"
+        todo = [(lm, draw) for lm, draw in todo if together or lm.label not in self._alone]
+        while todo:
+            if prefill is None and (prefill := self._record(requests, todo[0][0])) is None:
                 return
-            before = lm.computed
-            try:
-                if rows:
-                    batches.answer(lm, rows, prefill)
-                else:
-                    lm.answer(requests[0], prefill, draw)
-                self._strikes[lm.label] = 0
-            except (OwnPrefill, NotApplicable):
-                self._alone.add(lm.label)
-            except Exception as error:  # the cell's own unit meets it again, and reports it
-                self._failed(requests, f"fails in {lm.label}", error)
-                self._strikes[lm.label] += 1
-                if self._strikes[lm.label] == STRIKES:
-                    self._alone.add(lm.label)
+            size = self._at_once(todo[0][0], prefill.tokens * len(prefill.pads)) if together else 1
+            group, todo = todo[:size], todo[size:]
+            works: list[Callable[[], Any]] = [partial(self._one, lm, draw, requests, prefill) for lm, draw in group]
+            if together and (beside := group[0][0].reader_beside(requests[0], prefill)) is not None:
+                works.insert(0, beside)
+            fine = lockstep(group[0][0].loaded.model, works) if together else [work() for work in works]
+            if not all(fine[-len(group) :]):
                 prefill = None  # it may have been left half used
-            self.served += lm.computed - before
+
+    def _record(self, requests: Sequence[Instance], lm: HarnessLM) -> Prefill | None:
+        """The recorded prompts; None where they do not fit, or cannot be recorded."""
+        try:
+            if lm.batch == 1:
+                return self._prompt(lm, requests[0])
+            return self._batch(lm, batches.rows_of(lm, batches.read(lm, [(request, 0) for request in requests])))
+        except Exception as error:  # of the prompt, not of this cell: out of memory, perhaps
+            self._failed(requests, "cannot be recorded", error)
+            return None
+
+    def _one(self, lm: HarnessLM, draw: int, requests: Sequence[Instance], prefill: Prefill) -> bool:
+        """Answer by one cell; whether that went well."""
+        before = lm.computed
+        try:
+            recording = None if lm.label in self._alone else prefill
+            try:
+                self._answer(lm, draw, requests, recording)
+            except OwnPrefill:
+                self._alone.add(lm.label)
+                if self.shared == "all":
+                    self._answer(lm, draw, requests, None)
+            self._strikes[lm.label] = 0
+        except NotApplicable:
+            self._alone.add(lm.label)
+        except Exception as error:  # the cell's own unit meets it again, and reports it
+            self._failed(requests, f"fails in {lm.label}", error)
+            self._strikes[lm.label] += 1
+            if self._strikes[lm.label] == STRIKES:
+                self._alone.add(lm.label)
+            return False
+        self.served += lm.computed - before
+        return True
+
+    def _answer(self, lm: HarnessLM, draw: int, requests: Sequence[Instance], prefill: Prefill | None) -> None:
+        if lm.batch == 1:
+            lm.answer(requests[0], prefill, draw)
+        else:
+            batches.answer(lm, batches.read(lm, [(request, draw) for request in requests]), prefill)
+
+    def score(self, works: Sequence[Callable[[], object]], lm: HarnessLM, request: Instance) -> None:
+        """Score the texts of a request by all cells, each with a prefill of its own, in lockstep; else that is left to others."""
+        if self.shared == "all":
+            size = self._at_once(lm, max(len(text.ids) for text in lm.reader.texts(request)))
+            for start in range(0, len(works), size):
+                lockstep(lm.loaded.model, works[start : start + size])
+
+    def _at_once(self, lm: HarnessLM, tokens: int) -> int:
+        """How many cells may hold a cache of so many tokens at a time, each as large as two dense ones."""
+        model = lm.loaded.model
+        if (free := free_bytes(home(model))) is None:
+            return MOST_AT_ONCE
+        each = 2 * kept_bytes(model.config, tokens, lm.loaded.dtype)
+        return max(1, min(MOST_AT_ONCE, int(SHARE_OF_FREE * free / each)))
 
     def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""

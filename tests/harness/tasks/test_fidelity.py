@@ -59,7 +59,8 @@ def test_alone_and_shared_agree(command: Command, tmp_path: Path) -> None:
     for one, other in zip(alone, together, strict=True):
         one, other = json.loads(one), json.loads(other)
         assert one["text"] == other["text"] and one["equal"] == other["equal"]
-        assert one["kl"] == pytest.approx(other["kl"], abs=1e-6)
+        # six digits are written, of sums in another order
+        assert one["kl"] == pytest.approx(other["kl"], rel=2e-5, abs=1e-6)
 
 
 def test_an_answer_that_cannot_be_read_has_no_score(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
