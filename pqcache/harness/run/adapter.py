@@ -256,7 +256,7 @@ class HarnessLM(LM):
         """
         if not self.computes:
             raise Missing(f"{task} sample {doc_id}: no worker has computed it")
-        if not self.warm:
+        if not self.warm and not in_lockstep():  # there nothing is timed
             self.warm = True
             start = torch.tensor([list(ids[:WARM_TOKENS])], device=self.loaded.device)
             chunk = self.chunks.of(self.loaded.model, len(ids))
