@@ -43,6 +43,8 @@ METHODS: dict[str, str] = {
     "tova": "baselines.tova:TOVA",
     "keydiff": "baselines.keydiff:KeyDiff",
     "expected_attention": "baselines.expected_attention:ExpectedAttention",
+    "coded_keys": "baselines.coded_keys:CodedKeys",
+    "twilight": "baselines.combined.twilight:Twilight",
 }
 
 # Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.

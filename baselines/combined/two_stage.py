@@ -147,23 +147,29 @@ class TwoStageIndex(Index):
         best = self.second.best_at(q, shortlist, cand, h_kv, ctx)
         if best is not None:
             return Selection(best, padded=True)
-        h, forced = q.shape[1], 0
-        scored = shortlist
-        if self.scope == "all":  # the softmax includes what is attended anyway
-            always = torch.cat(
-                [spread([min(cand.sinks, n) for n in cand.lengths], [0] * len(cand.lengths), q.device),
-                 spread(cand.lengths, cand.ends, q.device)], dim=2
-            )  # fmt: skip
-            forced = always.shape[2]
-            scored = torch.cat([always.expand(-1, shortlist.shape[1], -1), shortlist], dim=2)
-        logits = self.second.score_at(q, scored, ctx)
-        valid = scored >= 0
-        logits = logits.masked_fill(~valid.repeat_interleave(h // valid.shape[1], dim=1), -torch.inf)
-        weights = group_reduce(logits, h_kv, self.reduce, span=(forced, scored.shape[2]))
+        # a softmax over all past tokens includes what is attended anyway
+        logits, forced = self.logits(q, shortlist, cand, ctx, always=self.scope == "all")
+        weights = group_reduce(logits, h_kv, self.reduce, span=(forced, logits.shape[2]))
         shortlist = shortlist.repeat_interleave(weights.shape[1] // shortlist.shape[1], dim=1)
         slots = top_tokens(weights.masked_fill(shortlist < 0, -torch.inf), [min(k, shortlist.shape[2]) for k in cand.k])
         indices = torch.where(slots < 0, slots, shortlist.gather(2, slots.clamp_min(0)))
         return Selection(indices, padded=True)
+
+    def logits(
+        self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, ctx: LayerContext, *, always: bool
+    ) -> tuple[torch.Tensor, int]:
+        """The second index's scores (n, h, f + m) of f tokens and a shortlist (n, H, m), -inf where it is -1; and f.
+
+        always: the f tokens are sinks, local window and current token. Else there are none.
+        """
+        scored = shortlist
+        if always:
+            sinks = spread([min(cand.sinks, n) for n in cand.lengths], [0] * len(cand.lengths), q.device)
+            forced = torch.cat([sinks, spread(cand.lengths, cand.ends, q.device)], dim=2)
+            scored = torch.cat([forced.expand(-1, shortlist.shape[1], -1), shortlist], dim=2)
+        logits = self.second.score_at(q, scored, ctx)
+        outside = (scored < 0).repeat_interleave(q.shape[1] // scored.shape[1], dim=1)
+        return logits.masked_fill(outside, -torch.inf), scored.shape[2] - shortlist.shape[2]
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.first.map_rows(index)

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from baselines.clusterkv import ClusterKV
+from baselines.coded_keys import CodedKeys
 from baselines.combined import TwoStage
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
@@ -83,6 +84,11 @@ WORKED = {
     "quest": Worked(Quest(store="host", budget=FIFTH), 4 * 1632, 25.5, 1633, index={"device": EXTREMES}),
     "quest-resident": Worked(
         Quest(budget=FIFTH), 0, 0.0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
+    ),
+    # 64 bytes, step and minimum per key, in buffers that grew by a sixteenth for the current token
+    "coded_keys": Worked(
+        CodedKeys(store="host", budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN,
+        index={"device": 8704 * 8 * (64 + 4)},
     ),
     "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 6.40, 1639, index={"device": PARTIAL}),
     # every key crosses: 16 MiB

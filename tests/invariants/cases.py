@@ -77,6 +77,18 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "tova": [{"n_sink": 4}, {"mode": "static", "protocol": "paper"}],
     "keydiff": [{"n_sink": 4}],
     "expected_attention": [{"n_sink": 4}],
+    "coded_keys": [{"n_sink": 8, "store": "host"}],
+    "twilight": [
+        {"n_sink": 8, "first_options": {"page": 4}, "p": 0.6},
+        {
+            "n_sink": 8,
+            "first": "oracle",
+            "second": "pqcache",
+            "second_options": {"b": 4},
+            "reduce": "none",
+            "store": "host",
+        },
+    ],
     "h2o": [{"n_sink": 4}, {"mode": "static", "recent": 6, "protocol": "paper"}],
     "h2o_c": [{"n_sink": 4, "comm_base": "k"}],
     "kvcrush": [
