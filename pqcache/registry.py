@@ -45,6 +45,7 @@ METHODS: dict[str, str] = {
     "expected_attention": "baselines.expected_attention:ExpectedAttention",
     "coded_keys": "baselines.coded_keys:CodedKeys",
     "twilight": "baselines.combined.twilight:Twilight",
+    "magicpig": "baselines.magicpig:MagicPIG",
 }
 
 # Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.

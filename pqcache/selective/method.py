@@ -184,6 +184,10 @@ class Method:
         """A prompt's compression against 16 bits as the method's paper counts it, beside measured bytes. None: not published."""
         return None
 
+    def index_bytes(self, tokens: int, shape: ModelShape) -> int | None:
+        """Upper bound of what one layer of one row stores beside K and V of `tokens` tokens. None: at most half of them."""
+        return None
+
     def make_layer(self, layer_idx: int, shape: ModelShape) -> SelectiveLayer:
         """The layer object of transformer layer `layer_idx` (never one of the dense layers). Default: one that keeps all."""
         return DenseLayer(layer_idx, shape)

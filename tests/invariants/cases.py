@@ -77,6 +77,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
     "tova": [{"n_sink": 4}, {"mode": "static", "protocol": "paper"}],
     "keydiff": [{"n_sink": 4}],
     "expected_attention": [{"n_sink": 4}],
+    "magicpig": [
+        {"n_sink": 8, "bits": 4, "tables": 12},
+        {"n_sink": 4, "bits": 3, "tables": 9, "recent": 9, "store": "host"},
+    ],
     "coded_keys": [{"n_sink": 8, "store": "host"}],
     "twilight": [
         {"n_sink": 8, "first_options": {"page": 4}, "p": 0.6},

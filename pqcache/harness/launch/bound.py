@@ -115,7 +115,8 @@ def cache_bytes(
     all_layers = whole * len(rest)
     if method.kind == "quantize":
         return whole * dense + all_layers, 0, False
-    index = all_layers // 2
+    own = method.index_bytes(round_up(tokens), shape)
+    index = all_layers // 2 if own is None else own * len(rest)
     if getattr(method, "store", "resident") == "resident":
         return whole * dense + all_layers + index, 0, False
     plan = method.plan(prompt_tokens, dense, shape.n_layers)
