@@ -59,7 +59,13 @@ class HeavyHitterScorer(Scorer):
         if ctx.column_sums is not None and ctx.column_sums.first == 0:  # so has the prompt's attention
             self.prompt += ctx.column_sums.sums
             return
+        kept = ctx.kept if stored == ctx.step.counts else None  # all keys are the prompt's own
+        if kept is not None and "column sums" in kept:
+            self.prompt += kept["column sums"]
+            return
         add_column_sums(self.prompt, q, keys, stored, ctx.step.counts, ctx.scaling)
+        if kept is not None:
+            kept["column sums"] = self.prompt.clone()
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         assert self.prompt is not None

@@ -87,6 +87,8 @@ class LayerContext:
     step: Step  # what this forward pass is
     last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
     recorded: bool = False  # the block's exact attention was computed before; see shared_prefill.py
+    # of a recorded prompt: what one of the methods that are fed has computed for the others, by name
+    kept: dict[str, torch.Tensor] | None = None
     scaling: float = field(init=False)  # set by the attention function
     # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
     probs: torch.Tensor | None = None

@@ -115,6 +115,7 @@ class _Tape(Watcher):
             assert isinstance(call.layer, _Passing)
             k, v = call.layer.give_up()
         ctx.cache = ctx.step = None  # type: ignore[assignment]  # the recording's, which are dropped
+        ctx.kept = {}
         made = Call(q, k, v, out, ctx, call.q.device)
         self.calls.append(made if self.device is None else made.moved(self.device))
 

@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines import h2o
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method, NotApplicable, Request, generate, generate_batch, likelihood, record
 from pqcache.selective.lockstep import lockstep
@@ -59,9 +60,9 @@ def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedMod
 
 def test_batches_and_scored_texts_go_with_others(llama: PreTrainedModel) -> None:
     model, ids = llama.double(), PROMPT[0].tolist()
-    h2o, snapkv = (method_class(name)(budget=Budget(ratio=0.3)) for name in ("h2o", "snapkv"))
+    drops, snapkv = (method_class(name)(budget=Budget(ratio=0.3)) for name in ("h2o", "snapkv"))
     works = [
-        partial(generate_batch, model, h2o, [Request(ids, 6), Request(ids[20:], 3), Request(ids[:50], 5)]),
+        partial(generate_batch, model, drops, [Request(ids, 6), Request(ids[20:], 3), Request(ids[:50], 5)]),
         partial(likelihood, model, snapkv, PROMPT, first=95, prefill=90),
     ]
     batch, scored = lockstep(model, works)
@@ -83,3 +84,16 @@ def test_a_failing_one_leaves_the_others_and_the_random_numbers(llama: PreTraine
     left = partial(generate, llama, full, PROMPT, max_new_tokens=5)
     results = lockstep(llama, [left, interrupted])
     assert len(results[0].token_ids) == 5 and isinstance(results[1], KeyboardInterrupt)
+
+
+def test_column_sums_of_a_recorded_prompt_are_computed_once(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[int] = []
+    sums = h2o.add_column_sums
+    monkeypatch.setattr(h2o, "add_column_sums", lambda *args, **how: (calls.append(1), sums(*args, **how)))
+    methods = [method_class(name)(budget=Budget(ratio=ratio)) for name in ("h2o", "h2o_c") for ratio in (0.2, 0.4)]
+    prefill = record(llama, PROMPT)
+    fed = [generate(llama, one, PROMPT, max_new_tokens=8, prefill=prefill).token_ids for one in methods]
+    assert len(calls) == len(prefill.calls)
+    assert fed == [generate(llama, one, PROMPT, max_new_tokens=8).token_ids for one in methods]
