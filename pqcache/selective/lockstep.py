@@ -34,6 +34,7 @@ class _Member:
     """A callable on its way, in a thread of its own, and the decode step that it waits for."""
 
     work: Callable[[], Any]
+    of: int  # members of the group
     random: torch.Tensor  # its state of torch's generator while others run
     come: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # its turn begins
     gone: threading.Semaphore = field(default_factory=lambda: threading.Semaphore(0))  # its turn has ended
@@ -77,7 +78,7 @@ class _Member:
 def lockstep(model: PreTrainedModel, works: Sequence[Callable[[], Any]]) -> list[Any]:
     """Call all of these, their decode steps of `model` as one. Returns, in their order, what they return or raise."""
     random = torch.get_rng_state()
-    members = [_Member(work, random) for work in works]
+    members = [_Member(work, len(works), random) for work in works]
     threads = [threading.Thread(target=copy_context().run, args=(member.run,), daemon=True) for member in members]
     for thread in threads:
         thread.start()
@@ -116,9 +117,10 @@ def _compute(model: PreTrainedModel, members: Sequence[_Member]) -> None:
         member.logits = own
 
 
-def in_lockstep() -> bool:
-    """Whether this is called by a callable of `lockstep`."""
-    return _member.get() is not None
+def in_lockstep() -> int:
+    """How many callables `lockstep` was given, inside one of them; 0 elsewhere."""
+    member = _member.get()
+    return 0 if member is None else member.of
 
 
 def joint_step(cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor | None:

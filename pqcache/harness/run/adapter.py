@@ -350,8 +350,9 @@ class HarnessLM(LM):
     ) -> Sample:
         if not self.timed:
             result = replace(result, prefill_s=None, tt2t_s=None)
-        if in_lockstep():
-            result.extra["lockstep"] = 1
+        if together := in_lockstep():  # a step's time is that of all: each has its share
+            result.extra["lockstep"] = together
+            result.step_s = [seconds / together for seconds in result.step_s]
         key = asked.task, asked.doc_id, asked.mark
         return make_sample(result, key, response, score, question, attention_kernel(self.attn)[0], self.facts)
 
