@@ -49,7 +49,7 @@ class Fidelity:
     """A method beside the reference, one value for each decode step: each token of the answer but the first."""
 
     kl: list[float]  # KL(reference || method) over the vocabulary, in nats, from fp32 logits
-    equal: list[bool]  # whether the method's likeliest token is the reference's
+    equal: list[bool]  # whether the method's likeliest token is that of the full cache
     logprobs: list[float]  # of the reference's token under the method, in nats
     result: GenerationResult  # what reading cost
 
@@ -99,6 +99,6 @@ def read_reference(
     for token, theirs, own in list(zip(reference.token_ids, reference.logits, seen.logits, strict=True))[1:]:
         p, q = theirs.float().log_softmax(-1), own.float().log_softmax(-1)
         kl.append(float(kl_div(q, p, reduction="sum", log_target=True).clamp_min(0.0)))  # below 0 by rounding alone
-        equal.append(int(own.argmax()) == token)
+        equal.append(bool(own.argmax() == theirs.argmax()))
         logprobs.append(float(q[token]))
     return Fidelity(kl, equal, logprobs, result)
