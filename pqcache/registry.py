@@ -46,6 +46,7 @@ METHODS: dict[str, str] = {
     "coded_keys": "baselines.coded_keys:CodedKeys",
     "twilight": "baselines.combined.twilight:Twilight",
     "magicpig": "baselines.magicpig:MagicPIG",
+    "shadowkv": "baselines.shadowkv:ShadowKV",
 }
 
 # Method -> hyper-parameters that were removed, with the only value that they had. Typing them still works.

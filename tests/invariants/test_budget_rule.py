@@ -32,7 +32,7 @@ DECLARED = {
     **dict.fromkeys(("snapkv", "kvcrush", "kvcrush_mixed", "keydiff"), "refreshed"),
     "pyramidkv": "pooled",
     "h2o_c": "extra",
-    **dict.fromkeys(("expected_attention", "twilight", "magicpig"), "prompt"),
+    **dict.fromkeys(("expected_attention", "twilight", "magicpig", "shadowkv"), "prompt"),
     "replay": "own",
 }
 USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
