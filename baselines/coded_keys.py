@@ -1,43 +1,68 @@
-"""Coded keys: rank tokens by their keys in a few bits, one range per token and KV head.
+"""Coded keys: rank tokens by their keys in a few bits, as rivals of PQCache's product-quantized keys.
 
-What Twilight (arXiv 2502.02770, section 4.2) estimates attention by, and a baseline for PQCache's product-quantized keys.
+Codes are those of a range per token and KV head, by which Twilight (arXiv 2502.02770, section 4.2) estimates attention; of
+TurboQuant (arXiv 2504.19874); or of RaBitQ (arXiv 2405.12497, section 3): the signs of a rotated key after the prompt's mean key
+is taken away, its norm, and its product with its signs, which makes the estimate unbiased.
+
+protocol=release is the code of ranges; codes of keys alone are not published.
 
 Deviations:
+- RaBitQ keeps queries exact, where its code rounds them to 4 bits. It has one mean per row and KV head and no inverted lists.
 - Step and minimum of a range are rounded to fp16, as they are stored. The released Python reference does not round.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 
+from baselines.turboquant import TurboCodec, random_matrix
+from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.shape import ModelShape
+from pqcache.selective.row_state import map_state
+from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import BufferCodec, TokenCodec, right_align
+from pqcache.store.quantizer import pack_codes, unpack_codes
 
 TILE = 4096  # tokens decoded at a time
+CODES = ("range", "turboquant", "rabitq")
+
+
+class SignCodec(BufferCodec):
+    """RaBitQ's codes of rotated keys: signs, and the norm divided by the mean size of the unit vector's entries, fp16."""
+
+    def encode(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        square, size = (x**2).sum(-1, keepdim=True), x.abs().sum(-1, keepdim=True)
+        return pack_codes((x > 0).to(torch.uint8), 1), (square / size.clamp_min(1e-20)).half()
+
+    def decode(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        return (unpack_codes(parts[0], 1, self.d).float() * 2 - 1) * parts[1].float()
 
 
 class CodedKeyIndex(Index):
-    """A second copy of one layer's keys, in codes. rotation (h_kv or 1, d, d): keys are coded after it; None: as they are."""
+    """A second copy of one layer's keys, in codes: as they are, or rotated, or rotated after their mean is taken away."""
 
     scope = "all"
 
-    def __init__(self, codec: BufferCodec, reduce: str, rotation: torch.Tensor | None = None) -> None:
-        self.codec, self.reduce, self.rotation = codec, reduce, rotation
+    def __init__(self, codec: BufferCodec, reduce: str, rotates: bool = False, centers: bool = False) -> None:
+        self.codec, self.reduce, self.rotates, self.centers = codec, reduce, rotates, centers
+        self.mean: torch.Tensor | None = None  # (n, h_kv, 1, d): adds the same to all scores of a query
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.codec.clear()
         n = len(lengths)
-        self.codec.append(self._rotated(right_align(k.detach(), [0] * n, lengths)), [0] * n, lengths)
+        if self.centers:
+            self.mean = torch.stack([k[row, :, :length].mean(1, keepdim=True) for row, length in enumerate(lengths)])
+        self.codec.append(self._moved(right_align(k.detach(), [0] * n, lengths)), [0] * n, lengths)
         return [True] * n
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.codec.append(self._rotated(k.detach()), [length - 1 for length in lengths], [1] * len(lengths))
+        self.codec.append(self._moved(k.detach()), [length - 1 for length in lengths], [1] * len(lengths))
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         q = self._rotated(q)
@@ -48,17 +73,22 @@ class CodedKeyIndex(Index):
         keys = self.codec.take(indices, self.layer.shape.group)
         return products(self._rotated(q), keys) * ctx.scaling
 
+    def _moved(self, keys: torch.Tensor) -> torch.Tensor:
+        return self._rotated(keys if self.mean is None else keys - self.mean)
+
     def _rotated(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rotation is None:
+        if not self.rotates:
             return x
-        self.rotation = self.rotation.to(x.device)
-        return x.float() @ self.rotation.mT
+        self.rotation = random_matrix(x.shape[-1], "rotation", x.device)
+        return x.to(accumulator_dtype(x)) @ self.rotation.mT.to(accumulator_dtype(x))
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.codec.map_rows(index)
+        map_state(self, ("mean",), index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": self.codec.tensors() + ([] if self.rotation is None else [self.rotation])}
+        own = [self.mean, getattr(self, "rotation", None)]
+        return {"device": self.codec.tensors() + [x for x in own if x is not None]}
 
 
 def products(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
@@ -75,12 +105,27 @@ class CodedKeys(RetrievalMethod):
     released: ClassVar[str] = "tsinghua-ideal/Twilight: twilight/pyimpl/quantize.py"
     ranks_shortlists: ClassVar[bool] = True
 
-    # bits of a code, 1 to 8
-    bits: int = 4
+    # range (one per token and KV head) | turboquant | rabitq (signs)
+    code: str = "range"
+    # bits of a number, 1 to 8, of which rabitq uses 1; null: 4, with rabitq 1
+    bits: int | None = None
+
+    def fill(self) -> None:
+        self.bits = (1 if self.code == "rabitq" else 4) if self.bits is None else self.bits
+        if self.protocol == "release" and self.code != "range":
+            raise NotApplicable(
+                f"protocol=release: no code of {self.code} for keys is published; aligned and paper apply"
+            )
 
     def validate(self) -> None:
         super().validate()
-        self.require("bits", 1 <= self.bits <= 8, "an int from 1 to 8")
+        self.require_one_of("code", CODES)
+        largest = 1 if self.code == "rabitq" else 8
+        self.require("bits", self.bits is None or 1 <= self.bits <= largest, f"null or an int from 1 to {largest}")
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> CodedKeyIndex:
-        return CodedKeyIndex(TokenCodec(self.bits), self.reduce)
+        if self.code == "rabitq":
+            return CodedKeyIndex(SignCodec(), self.reduce, rotates=True, centers=True)
+        if self.code == "turboquant":
+            return CodedKeyIndex(TurboCodec(self.bits or 4, rotated=True), self.reduce, rotates=True)
+        return CodedKeyIndex(TokenCodec(self.bits or 4), self.reduce)

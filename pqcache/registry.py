@@ -44,6 +44,7 @@ METHODS: dict[str, str] = {
     "keydiff": "baselines.keydiff:KeyDiff",
     "expected_attention": "baselines.expected_attention:ExpectedAttention",
     "coded_keys": "baselines.coded_keys:CodedKeys",
+    "turboquant": "baselines.turboquant:TurboQuant",
     "twilight": "baselines.combined.twilight:Twilight",
     "magicpig": "baselines.magicpig:MagicPIG",
     "shadowkv": "baselines.shadowkv:ShadowKV",

@@ -82,7 +82,12 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"n_sink": 4, "bits": 3, "tables": 9, "recent": 9, "store": "host"},
     ],
     "shadowkv": [{"chunk": 4, "rank": 24, "local_chunks": 1}],
-    "coded_keys": [{"n_sink": 8, "store": "host"}],
+    "turboquant": [{}, {"sketch": True, "residual": 5}],
+    "coded_keys": [
+        {"n_sink": 8, "store": "host"},
+        {"n_sink": 8, "code": "turboquant", "bits": 3},
+        {"n_sink": 8, "code": "rabitq"},
+    ],
     "twilight": [
         {"n_sink": 8, "first_options": {"page": 4}, "p": 0.6},
         {

@@ -25,7 +25,7 @@ from tests.invariants.drive import Session, logits, tokens
 B = 64
 SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
 DECLARED = {
-    **dict.fromkeys(("full", "int8", "kivi", "gear", "zipcache", "mikv"), "ignored"),
+    **dict.fromkeys(("full", "int8", "kivi", "turboquant", "gear", "zipcache", "mikv"), "ignored"),
     **dict.fromkeys(("oracle", "pqcache", "sparq", "double_sparsity", "clusterkv", "infinigen", "two_stage"), "exact"),
     **dict.fromkeys(("h2o", "streaming", "tova", "evict_retrieve", "coded"), "exact"),
     **dict.fromkeys(("quest", "infllm"), "whole"),
