@@ -62,7 +62,7 @@ class StreamingLLM(EvictionMethod):
     def setup(self) -> None:
         self.by_protocol(n_sink=(32, 4), mode=("dynamic" if self.replans else "static", "static", "rolling"))
 
-    def revisions(self) -> dict[str, int]:
+    def revisions(self) -> dict[str, int | str]:
         """The aligned protocol, where sinks come on top of the budget, computes what it always did."""
         return {} if self.protocol == "aligned" else super().revisions()
 

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from pqcache.fields import coerce, option_fields
 from pqcache.naming import suggestion
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import METHODS, is_known, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.support import check_architecture
@@ -46,18 +46,18 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def make_method(
-    name: str, budget: Any, dense_layers: int | None, protocol: str, options: dict[str, Any], model: PreTrainedModel
+    name: str | type[Method], budget: Any, dense_layers: int | None, protocol: str, options: dict[str, Any], model: PreTrainedModel
 ) -> Method:
-    """The method of this name. Raises one line that names the option: TypeError for its name or type, else ValueError."""
-    if name not in METHODS:
+    """The method of this name or class. Raises one line that names the option: TypeError for its name or type, else ValueError."""
+    if isinstance(name, str) and not is_known(name):
         raise ValueError(f"method={name!r}: unknown; {suggestion(name, METHODS)}")
-    cls = method_class(name)
+    cls = method_class(name) if isinstance(name, str) else name
     allowed = {n: known for n, known in option_fields(cls).items() if n not in COMMON}
     typed = {}
     for key, value in options.items():
         if key not in allowed:
             known = [*allowed, "budget", "dense_layers", "protocol", "attn", "tokenizer", "calibration", "cache_dir"]
-            raise TypeError(f"{key}: unknown option of method {name}; {suggestion(key, known)}")
+            raise TypeError(f"{key}: unknown option of method {cls.name}; {suggestion(key, known)}")
         kind, default = allowed[key]
         typed[key] = typed_value(key, value, kind, default)
     common = {

@@ -4,7 +4,7 @@ import re
 import sys
 from dataclasses import dataclass
 
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import METHODS, NotLoaded, method_class
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,10 @@ def methods() -> Methods:
 
 def _describe(name: str) -> MethodInfo:
     """A method in words: the first line of its module says what it does and whose it is."""
-    cls = method_class(name)
+    try:
+        cls = method_class(name)
+    except NotLoaded as error:
+        return MethodInfo(name, "", "", str(error))
     line = (sys.modules[cls.__module__].__doc__ or "").partition("\n")[0].rstrip(".")
     title, _, rest = line.partition(": ")
     what = rest if rest and len(title.split()) <= 2 else line  # a title longer than a name says something

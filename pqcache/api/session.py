@@ -31,7 +31,7 @@ CALIBRATION_WORDS = 16_000  # of the text that a tokenizer encodes for methods t
 
 def use(
     model: PreTrainedModel,
-    method: str | Method = "pqcache",
+    method: str | type[Method] | Method = "pqcache",
     *,
     budget: float | int | str | Budget | None = None,
     dense_layers: int | None = None,
@@ -46,7 +46,8 @@ def use(
     """Run `model` under a KV-cache method inside `with pqcache.use(...) as session:`.
 
     model: a loaded transformers causal LM of a supported architecture (docs/architectures.md), also inside PEFT or torch.compile.
-    method: a name of `pqcache.methods()`, or an object of a Method, which has its budget and options already.
+    method: a name of `pqcache.methods()`, `module:Class` or a class of your own, or an object of a Method, which has its budget
+      and options already.
     budget: a share of the prompt, a float in (0, 1], or tokens per KV head, an int >= 64. Default 0.2.
     dense_layers: how many first layers keep and attend everything. None: the method's own number under `protocol`.
     protocol: "aligned" (one rule for all methods), "paper" or "release" (as published).
@@ -70,7 +71,7 @@ def use(
     typed_value("kernels", kernels, str, "torch")
     if kernels not in KERNELS:
         raise ValueError(f"kernels={kernels!r}: unknown; {suggestion(kernels, KERNELS)}")
-    if isinstance(method, str):
+    if isinstance(method, str) or (isinstance(method, type) and issubclass(method, Method)):
         made = make_method(method, BUDGET if budget is None else budget, dense_layers, protocol, options, model)
     elif isinstance(method, Method):
         given = {"budget": budget, "dense_layers": dense_layers, **options}

@@ -27,7 +27,7 @@ TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", 
 class Method:
     """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters; `name` is what users type.
 
-    It writes `validate` and what its family's base asks for (RetrievalMethod, EvictionMethod, QuantizationMethod), or
+    A method from outside the project needs no name: `module:Class` is it. It writes `validate` and what its family's base asks for (RetrievalMethod, EvictionMethod, QuantizationMethod), or
     `make_layer`. Everything else has a default.
 
     budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
@@ -38,12 +38,14 @@ class Method:
     "context".
     """
 
-    name: ClassVar[str]
+    name: ClassVar[str] = "unnamed"
     # keep all | retrieve (keep all, pick some per query) | evict (drop some) | quantize (fewer bits); or two of them
     kind: ClassVar[str] = ""
     ignores_budget: ClassVar[bool] = False
     # Whether several prompts may be answered at once.
     takes_batches: ClassVar[bool] = True
+    # Of a method from outside: a digest of its files, set when its class is loaded (pqcache/registry.py).
+    source: ClassVar[str] = ""
     # Raised by one whenever the algorithm changes: samples of two revisions never share a folder.
     revision: ClassVar[int] = 0
     # The code that protocol=release follows, as <repository>: <part>; empty where none is published.
@@ -237,9 +239,9 @@ class Method:
         common = {f.name for f in fields(Method)}
         return {f.name: getattr(self, f.name) for f in fields(self) if f.name not in common}
 
-    def revisions(self) -> dict[str, int]:
-        """Method -> revision of this method and of those it is built on, where it is not 0."""
-        marks = {self.name: self.revision} if self.revision else {}
+    def revisions(self) -> dict[str, int | str]:
+        """Method -> revision of this method and of those it is built on, where it is not 0; from outside: its `source`."""
+        marks = {self.name: mark} if (mark := self.source or self.revision) else {}
         for part in self.parts():
             marks |= part.revisions()
         return marks

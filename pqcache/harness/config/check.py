@@ -16,6 +16,7 @@ from pqcache.harness.config import smoke
 from pqcache.harness.config.compose import Composed
 from pqcache.harness.config.identity import Group, Identity, Options, identify, without_index
 from pqcache.harness.config.options import (
+    COMMON,
     DECODE,
     GROUPS,
     LAUNCHES,
@@ -36,7 +37,6 @@ from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, RETIRED, method_class
 
 LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
-COMMON = ("budget", "dense_layers", "protocol", "budget_rule", "budget_of")  # of every Method, and top-level keys
 SPENT = ("budget", "budget_rule", "budget_of")  # defaults of a method's own options may follow from them
 FOR_COMPOSING = ("cells", "cell", "best_of", "report", "paper_scale", "summary")  # top-level keys that compose.py reads
 

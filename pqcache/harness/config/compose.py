@@ -34,6 +34,7 @@ from pqcache.harness.config.overrides import (
     shortened,
     texts,
     variable,
+    without_file,
     wandb_mode,
     yaml_text,
 )
@@ -207,7 +208,7 @@ def _composed(
     if weights and hydra["choices"]["model"] == "embedded" and "model" not in map(_key, overrides):
         hydra, config = compose_once([*overrides, f"model={weights}"])  # trained for this task
     choices = hydra["choices"]
-    files = {group: _file(config_dir / group / f"{choices[group]}.yaml") for group in ALONE}
+    files = {group: _file(config_dir, group, choices[group]) for group in ALONE}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     named = {_key(text) for text in overrides}
     if experiment := choices.get(EXPERIMENT):
@@ -220,9 +221,12 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def _file(path: Path) -> dict[str, Any]:
-    """What a file of configs/ sets."""
-    return _read(path, path.stat().st_mtime_ns) if path.exists() else part(path.stem) if path.stem in PARTS else {}
+def _file(config_dir: Path, group: str, name: str) -> dict[str, Any]:
+    """What a file of configs/ sets, or what is without one."""
+    path = config_dir / group / f"{name}.yaml"
+    if path.exists():
+        return _read(path, path.stat().st_mtime_ns)
+    return part(group, name) if name in without_file(group) else {}
 
 
 def _composer(config_dir: Path) -> Composer:
@@ -268,7 +272,7 @@ def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[di
                 ConfigStore.instance().store(group="experiment", name=name, node=known.values)
     for task in PARTS:
         if any(task in text for text in texts):
-            part(task)
+            part("task", task)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
         composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
     node = composed.hydra

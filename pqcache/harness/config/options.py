@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Literal
 from pqcache.fields import added
 
 GROUPS = ("model", "method", "task", "experiment", "launch")
+COMMON = ("budget", "dense_layers", "protocol", "budget_rule", "budget_of")  # of every Method, and top-level keys
 DECODE = "decode"  # a node of config.yaml: DecodeOptions
 LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 # Where and how much is run, not what: no part of a cell's identity.

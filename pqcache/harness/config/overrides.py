@@ -20,10 +20,10 @@ from omegaconf.resolvers import oc
 
 from pqcache.fields import option_fields
 from pqcache.harness.config.experiments import experiments
-from pqcache.harness.config.options import GROUPS, Refused, one_line, plain, show
+from pqcache.harness.config.options import COMMON, GROUPS, Refused, one_line, plain, show
 from pqcache.harness.tasks import PARTS, task_class
 from pqcache.naming import suggestion
-from pqcache.registry import METHODS
+from pqcache.registry import BUILT_IN, METHODS, NotLoaded, is_known, method_class
 
 HYDRA_KEYS = ("hydra.mode", "hydra.sweeper.params")  # Hydra's own settings that we read
 VALUE = "++"  # the prefix of overrides that set a value; those that choose a file have none
@@ -40,10 +40,15 @@ WANDB_MODES = {"online": "online", "offline": "offline", "disabled": "disabled",
 
 
 def options_of(group: str, config_dir: Path) -> list[str]:
-    """The values a group can take: its files; also the tasks without one, and of experiments the entries of files."""
+    """The values a group can take: its files; also tasks and methods without one, and of experiments the entries of files."""
     if group == "experiment":
         return sorted(experiments(config_dir))
-    return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | {*(PARTS if group == "task" else ())})
+    return sorted({path.stem for path in (config_dir / group).glob("*.yaml")} | without_file(group))
+
+
+def without_file(group: str) -> set[str]:
+    """Names of a group that have no file: parts of tasks, and methods from outside."""
+    return {*PARTS} if group == "task" else METHODS.keys() - BUILT_IN if group == "method" else set()
 
 
 def yaml_text(value: Any) -> str:
@@ -58,11 +63,11 @@ def yaml_text(value: Any) -> str:
 
 
 @cache
-def part(task: str) -> dict[str, Any]:
-    """A task without a file: its options at their defaults. Hydra is told of it, too."""
-    options = option_fields(task_class(task).Options)
-    node = {"name": task, **plain({key: default for key, (_, default) in options.items()})}
-    ConfigStore.instance().store(group="task", name=task, node=node)
+def part(group: str, name: str) -> dict[str, Any]:
+    """A task or method without a file: its options at their defaults. Hydra is told of it, too. Raises NotLoaded."""
+    options = option_fields(task_class(name).Options if group == "task" else method_class(name), COMMON)
+    node = {"name": name, **plain({key: default for key, (_, default) in options.items()})}
+    ConfigStore.instance().store(group=group, name=name, node=node)
     return node
 
 
@@ -162,10 +167,16 @@ def _wrong_choice(group: str, value: Any, config_dir: Path) -> str:
     """One line if a group has no such value."""
     if not isinstance(value, str | int | float) or isinstance(value, bool):
         return f"{group}={show(value)}: expected one name (several: -m {group}=a,b)"
-    name, files = str(value), options_of(group, config_dir)
+    name = str(value)
+    try:
+        if group == "method" and is_known(name) and name not in BUILT_IN:
+            part(group, name)
+    except NotLoaded as error:
+        return str(error)
+    files = options_of(group, config_dir)
     if name in files:
         return ""
-    if group == "method" and name in METHODS:
+    if name in METHODS:
         return f"method={name}: has no file configs/method/{name}.yaml; make configs writes it"
     return f"{group}={name}: unknown {group}; {suggestion(name, METHODS if group == 'method' else files)}"
 

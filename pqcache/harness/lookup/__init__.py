@@ -6,6 +6,8 @@ python run.py explain=pqcache                  one method, task, model or experi
 """
 
 import ast
+import contextlib
+import importlib.util
 import re
 import shutil
 import sys
@@ -20,9 +22,9 @@ import yaml
 from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
-from pqcache.harness.config.check import COMMON
 from pqcache.harness.config.experiments import experiments as found
 from pqcache.harness.config.options import (
+    COMMON,
     DECODE,
     GROUPS,
     LAUNCHES,
@@ -34,10 +36,10 @@ from pqcache.harness.config.options import (
     one_line,
     show,
 )
-from pqcache.harness.config.overrides import options_of
+from pqcache.harness.config.overrides import options_of, part, without_file
 from pqcache.harness.tasks import TASKS, task_class
 from pqcache.naming import closest, suggestion
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import BUILT_IN, METHODS, NotLoaded, is_known, method_class
 
 SWEEPS = ("-m", "--multirun")  # typed from habit: nothing is swept
 COMMANDS = ("list", "explain")
@@ -149,6 +151,8 @@ def listed(kind: str) -> str:
     """All names of a kind, a line each where no terminal folds it."""
     one = kind.removesuffix("s")
     use = f"use one: {places.COMMAND} {one}=<name>   options and defaults: {places.COMMAND} explain=<name>"
+    if kind == "methods":
+        use += "\na file of your own: method=my_file:MyMethod, from the current folder or an installed package"
     return f"{pairs(KINDS[kind](), indent='')}\n\n{use}"
 
 
@@ -214,6 +218,10 @@ def docstrings(method: str) -> tuple[str, str]:
     """(the docstring of the module that writes a method's class, the class's own). Nothing is imported."""
     module, _, name = METHODS[method].partition(":")
     file = places.file_of(module)
+    if method not in BUILT_IN:
+        with contextlib.suppress(Exception):  # a broken package has no docstring
+            spec = importlib.util.find_spec(module)
+            file = Path(spec.origin) if spec and spec.origin else None
     files = [] if file is None else sorted(file.parent.glob("*.py")) if file.stem == "__init__" else [file]
     for path in files:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -227,6 +235,8 @@ def _path(group: str, name: str) -> Path:
 
 
 def _file(group: str, name: str) -> dict[str, Any]:
+    if name in without_file(group):
+        return part(group, name)
     return yaml.safe_load(_path(group, name).read_text(encoding="utf-8")) or {}
 
 
@@ -264,6 +274,12 @@ def explained(asked: str) -> str:
     """The explanation of an option or a name. Raises Refused where nothing is called so."""
     key = re.sub(r"^wandb\.(?=\w)", "wandb_", asked)
     group, dot, name = key.partition(".")
+    try:
+        if is_known(outside := key.removeprefix("method=")) and outside not in BUILT_IN:
+            method_class(outside)
+            return _about("method", outside)
+    except NotLoaded as error:
+        raise Refused([str(error)]) from None
     if not dot and "=" in key:  # explain=method=pqcache
         group, _, name = key.partition("=")
         if group in GROUPS and name not in options_of(group, places.CONFIGS):
@@ -289,7 +305,8 @@ def explained(asked: str) -> str:
 def keys_of(group: str) -> dict[str, Iterable[str]]:
     """Method, task or launch -> its options, by name alone. The model's are all models', those of decode everyone's."""
     if group == "method":
-        return {name: [key for key in _file("method", name) if key != "name"] for name in METHODS}
+        # of methods from outside, which would be imported, explain=<name> says the options
+        return {name: [key for key in _file("method", name) if key != "name"] for name in METHODS if name in BUILT_IN}
     return {name: option_fields(cls) for name, cls in _classes(group).items()}
 
 
