@@ -58,29 +58,29 @@ class CodedKeyIndex(Index):
         n = len(lengths)
         if self.centers:
             self.mean = torch.stack([k[row, :, :length].mean(1, keepdim=True) for row, length in enumerate(lengths)])
-        self.codec.append(self._moved(right_align(k.detach(), [0] * n, lengths)), [0] * n, lengths)
+        self.codec.append(self.keyed(right_align(k.detach(), [0] * n, lengths)), [0] * n, lengths)
         return [True] * n
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.codec.append(self._moved(k.detach()), [length - 1 for length in lengths], [1] * len(lengths))
+        self.codec.append(self.keyed(k.detach()), [length - 1 for length in lengths], [1] * len(lengths))
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        q = self._rotated(q)
+        q = self.asked(q)
         tiles = [self.codec.tile(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
         return torch.cat([products(q, keys) for keys in tiles], -1) * ctx.scaling
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         keys = self.codec.take(indices, self.layer.shape.group)
-        return products(self._rotated(q), keys) * ctx.scaling
+        return products(self.asked(q), keys) * ctx.scaling
 
-    def _moved(self, keys: torch.Tensor) -> torch.Tensor:
-        return self._rotated(keys if self.mean is None else keys - self.mean)
+    def keyed(self, keys: torch.Tensor) -> torch.Tensor:
+        return self.asked(keys if self.mean is None else keys - self.mean)
 
-    def _rotated(self, x: torch.Tensor) -> torch.Tensor:
+    def asked(self, q: torch.Tensor) -> torch.Tensor:
         if not self.rotates:
-            return x
-        self.rotation = random_matrix(x.shape[-1], "rotation", x.device)
-        return x.to(accumulator_dtype(x)) @ self.rotation.mT.to(accumulator_dtype(x))
+            return q
+        self.rotation = random_matrix(q.shape[-1], "rotation", q.device)
+        return q.to(accumulator_dtype(q)) @ self.rotation.mT.to(accumulator_dtype(q))
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.codec.map_rows(index)

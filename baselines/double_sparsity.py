@@ -26,17 +26,18 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from baselines.coded_keys import CodedKeyIndex
 from pqcache.fields import added
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import per_head, top_tokens
-from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.codec import BufferCodec, ExactCodec, TokenCodec, right_align
+from pqcache.store.base import joined
+from pqcache.store.codec import ExactCodec, TokenCodec
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -78,24 +79,22 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
     return ((x - low) / step).round() * step + low
 
 
-class LabelIndex(Index):
+class LabelIndex(CodedKeyIndex):
     """The label cache of one layer: the heavy channels of every key, in few bits; H is h_kv, or h with per_query_head."""
 
+    scope = "candidates"
+
     def __init__(self, method: DoubleSparsity) -> None:
-        self.method, self.reduce = method, str(method.reduce)
+        codec = ExactCodec() if method.label_bits == 16 else TokenCodec(method.label_bits)
+        super().__init__(codec, str(method.reduce))
+        self.method = method
         self.channels: torch.Tensor | None = None  # (H, r), a constant of the model
-        self.labels: BufferCodec = ExactCodec() if method.label_bits == 16 else TokenCodec(method.label_bits)
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         if ctx.module not in self.method.channels:
             raise RuntimeError("Double Sparsity was not prepared for this model: call prepare(model, None, None) first")
         self.channels = self.method.channels[ctx.module].to(k.device)
-        self.labels.clear()
-        self.labels.append(self.heavy(right_align(k, [0] * len(lengths), lengths)), [0] * len(lengths), lengths)
-        return [True] * len(lengths)
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        self.labels.append(self.heavy(k), [length - 1 for length in lengths], [1] * len(lengths))
+        return super().build(k, v, lengths, ctx)
 
     def heavy(self, x: torch.Tensor) -> torch.Tensor:
         """The heavy channels of x (n, h_kv or H, m, d), each head's own: (n, H, m, r)."""
@@ -103,28 +102,20 @@ class LabelIndex(Index):
         x = per_head(x, self.channels.shape[0])
         return x.gather(3, self.channels[None, :, None].expand(*x.shape[:3], -1))
 
-    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        return self.products(q, self.labels.tile(lo, hi)) * ctx.scaling
+    keyed = heavy  # what is coded
+
+    def asked(self, q: torch.Tensor) -> torch.Tensor:
+        """q (n, h, 1, d) -> what is multiplied with labels (n, h, 1, r)."""
+        assert self.channels is not None
+        heavy = self.heavy(q.unflatten(1, (self.channels.shape[0], -1))[..., 0, :]).flatten(1, 2)[:, :, None]
+        rounds = self.method.round_query and self.method.label_bits < 16
+        return rounded(heavy, self.method.label_bits) if rounds else heavy
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        if self.method.per_query_head:
-            return self.products(q, self.labels.take(per_head(indices, q.shape[1]))) * ctx.scaling
-        return self.products(q, self.labels.take(indices, self.layer.shape.group)) * ctx.scaling
-
-    def products(self, q: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        """q (n, h, 1, d), labels (n, h_kv or h, m, r) -> (n, h, m) fp32."""
-        n, h, _, d = q.shape
-        assert self.channels is not None
-        heavy = self.heavy(q.view(n, self.channels.shape[0], -1, d)).view(n, labels.shape[1], -1, labels.shape[3])
-        if self.method.round_query and self.method.label_bits < 16:
-            heavy = rounded(heavy, self.method.label_bits)
-        return (heavy.float() @ labels.float().mT).view(n, h, -1)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.labels.map_rows(index)
+        return super().score_at(q, per_head(indices, q.shape[1]) if self.method.per_query_head else indices, ctx)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": self.labels.tensors() + ([] if self.channels is None else [self.channels])}
+        return joined(super().tensors(), {"device": [] if self.channels is None else [self.channels]})
 
 
 @dataclass(kw_only=True)

@@ -169,24 +169,12 @@ class H2O(EvictionMethod):
         return Scorer() if self.budget.is_everything else HeavyHitterScorer(shape)
 
     @property
-    def is_dynamic(self) -> bool:
-        return self.mode == "dynamic"
-
-    @property
-    def keeps_rule(self) -> bool:
-        return self.is_dynamic
-
-    @property
     def ranks_by_steps(self) -> bool:
         return True
 
     @property
     def fixed_local(self) -> bool:
         return self.recent is not None
-
-    @property
-    def needs_probs(self) -> bool:
-        return self.is_dynamic and not self.budget.is_everything
 
     def capacity(self, plan: Plan) -> int:
         """As planned; a prompt of sinks alone leaves room for one token more, so that no sink is evicted."""

@@ -73,14 +73,6 @@ class StreamingLLM(EvictionMethod):
         if self.mode == "rolling":
             check_rotated(config.get_text_config(decoder=True), "mode=rolling")
 
-    @property
-    def is_dynamic(self) -> bool:
-        return self.mode != "static"
-
-    @property
-    def keeps_rule(self) -> bool:
-        return self.is_dynamic
-
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         if self.protocol == "aligned":
             return partition_plan(self.budget_at(s), s, self.n_sink or 0, recent_ratio=1.0)

@@ -91,20 +91,8 @@ class TOVA(EvictionMethod):
         return Scorer() if self.budget.is_everything else NewestQueryScorer(shape.h_kv)
 
     @property
-    def is_dynamic(self) -> bool:
-        return self.mode == "dynamic"
-
-    @property
-    def keeps_rule(self) -> bool:
-        return self.is_dynamic
-
-    @property
     def ranks_by_steps(self) -> bool:
         return True
-
-    @property
-    def needs_probs(self) -> bool:
-        return self.is_dynamic and not self.budget.is_everything
 
     def capacity(self, plan: Plan) -> int:
         return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.sinks + 1)

@@ -54,13 +54,17 @@ class EvictionPolicy(Method):
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether decode steps evict, too."""
-        return False
+        """Whether decode steps evict, too: unless `mode` is static or there is none."""
+        return getattr(self, "mode", "static") != "static"
+
+    @property
+    def keeps_rule(self) -> bool:
+        return self.is_dynamic or not hasattr(self, "mode")
 
     @property
     def needs_probs(self) -> bool:
         """Whether the scorer uses each decode step's attention probabilities."""
-        return False
+        return self.is_dynamic and self.ranks_by_steps and not self.budget.is_everything
 
     @property
     def ranks_by_steps(self) -> bool:
