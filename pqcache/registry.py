@@ -120,7 +120,9 @@ def _imported(name: str) -> ModuleType:
     finally:
         sys.path.remove(here)
         if here not in sys.path:
-            sys.path.append(here)  # what the module imports later; a file here must not hide an installed one from others
+            sys.path.append(
+                here
+            )  # what the module imports later; a file here must not hide an installed one from others
 
 
 def _why(module: str, error: BaseException) -> str:

@@ -46,9 +46,14 @@ def check_model(model: PreTrainedModel) -> None:
 
 
 def make_method(
-    name: str | type[Method], budget: Any, dense_layers: int | None, protocol: str, options: dict[str, Any], model: PreTrainedModel
+    name: str | type[Method],
+    budget: Any,
+    dense_layers: int | None,
+    protocol: str,
+    options: dict[str, Any],
+    model: PreTrainedModel,
 ) -> Method:
-    """The method of this name or class. Raises one line that names the option: TypeError for its name or type, else ValueError."""
+    """The method of a name or class. Raises one line that names the option: TypeError for its name or type, else ValueError."""
     if isinstance(name, str) and not is_known(name):
         raise ValueError(f"method={name!r}: unknown; {suggestion(name, METHODS)}")
     cls = method_class(name) if isinstance(name, str) else name

@@ -27,8 +27,8 @@ TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", 
 class Method:
     """Base of all methods. A subclass is a dataclass whose fields are its hyper-parameters; `name` is what users type.
 
-    A method from outside the project needs no name: `module:Class` is it. It writes `validate` and what its family's base asks for (RetrievalMethod, EvictionMethod, QuantizationMethod), or
-    `make_layer`. Everything else has a default.
+    It writes `validate` and what its family's base asks for (RetrievalMethod, EvictionMethod, QuantizationMethod), or
+    `make_layer`. Everything else has a default. One outside the project needs no `name`: `module:Class` is it.
 
     budget: what may be spent. dense_layers: how many first layers stay dense; None takes the method's default under
     `protocol`: "aligned" (one rule for all methods), "paper" (as the method's publication says) or "release" (as its released

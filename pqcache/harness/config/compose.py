@@ -34,8 +34,8 @@ from pqcache.harness.config.overrides import (
     shortened,
     texts,
     variable,
-    without_file,
     wandb_mode,
+    without_file,
     yaml_text,
 )
 from pqcache.harness.tasks import PARTS, TASKS, task_class
