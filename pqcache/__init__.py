@@ -15,11 +15,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pqcache.api import MethodInfo, Report, Session, methods, use
+    from pqcache.api import MethodInfo, Report, Session, check, methods, use
     from pqcache.selective import NotApplicable
 
 __version__ = "0.1.0"
-__all__ = ["MethodInfo", "NotApplicable", "Report", "Session", "methods", "use"]
+__all__ = ["MethodInfo", "NotApplicable", "Report", "Session", "check", "methods", "use"]
 
 
 def __getattr__(name: str) -> Any:

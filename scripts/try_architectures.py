@@ -25,24 +25,13 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import pqcache
+from pqcache.api.drive import SMALL
 from pqcache.registry import method_class
 from pqcache.selective.attach import check_config
 from pqcache.selective.support import sliding_window
 
 TEMPLATE = Path(__file__).with_name("architectures.txt")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
-SMALL: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 512,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # method -> options for prompts of a hundred tokens; kivi ignores the budget

@@ -17,9 +17,10 @@ So does a loop of your own: `model(ids, past_key_values=cache, use_cache=True)`.
 is an ordinary one. `pqcache.methods()` lists the methods; the options of one are described in configs/method/<name>.yaml.
 """
 
+from pqcache.api.invariants import check
 from pqcache.api.listing import MethodInfo, Methods, methods
 from pqcache.api.report import Report
 from pqcache.api.session import Session, use
 from pqcache.selective import NotApplicable
 
-__all__ = ["MethodInfo", "Methods", "NotApplicable", "Report", "Session", "methods", "use"]
+__all__ = ["MethodInfo", "Methods", "NotApplicable", "Report", "Session", "check", "methods", "use"]

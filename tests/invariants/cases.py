@@ -11,14 +11,14 @@ from functools import partial
 from typing import Any
 
 import pytest
-import torch
 from transformers import AutoConfig, PreTrainedConfig
 
+from pqcache.api.drive import SMALL as SMALLEST
+from pqcache.api.invariants import Subject
 from pqcache.registry import METHODS, method_class
-from pqcache.selective import Budget, Method
-from scripts import try_architectures
+from pqcache.selective import Method
 
-SMALL: dict[str, Any] = {**try_architectures.SMALL, "max_position_embeddings": 2048}
+SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
 SLIDING = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -143,7 +143,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 
 
 @dataclass(frozen=True)
-class Case:
+class Case(Subject):
     """One method under one setting: `make()` at a tight budget, `noop()` where it must equal dense attention."""
 
     name: str
@@ -158,12 +158,6 @@ class Case:
     def cls(self) -> type[Method]:
         return method_class(self.name)
 
-    def make(self, **extra: Any) -> Method:
-        return self.cls(**{"budget": Budget(ratio=0.25), **self.hyper, **extra})
-
-    def noop(self, **extra: Any) -> Method:
-        return self.cls.noop(**{**self.hyper, **extra})
-
     @property
     def sparse_prefill(self) -> bool:
         """The prompt itself is not attended to exactly, so its last logits are not the dense ones."""
@@ -173,19 +167,6 @@ class Case:
     def whole_chunks(self) -> bool:
         """A chunk of the prompt that cuts what the method computes together is refused."""
         return self.sparse_prefill and self.hyper.get("exc_block") != 1
-
-    def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "") -> None:
-        """Equal up to the rounding of float64; keys that are un-rotated and rotated again carry the fp32 tables' rounding."""
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
-        torch.testing.assert_close(actual, expected, msg=lambda m: f"{message} {m}", **tolerance)
-
-    def same_in_chunks(self, run: Callable[[], torch.Tensor], expected: torch.Tensor, message: str = "") -> None:
-        """run() feeds a prompt in chunks of any size: the result is the same, or the method refuses aloud."""
-        if self.whole_chunks:
-            with pytest.raises(ValueError, match="allowed are multiples of"):
-                run()
-        else:
-            self.close(run(), expected, message)
 
 
 CASES = [Case(name, i, hyper) for name in METHODS for i, hyper in enumerate(SETTINGS.get(name, [{}]))]

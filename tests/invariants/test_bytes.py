@@ -3,7 +3,6 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,6 +29,7 @@ from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from baselines.zipcache import MiKV, ZipCache
+from pqcache.api.invariants import bytes_counted, walk
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.store.buffer import Buffer
@@ -200,35 +200,8 @@ def test_resident_bytes_equal_the_closed_form(
         assert sum(cache.content_by_tier().values()) == LAYERS * content
 
 
-@torch.no_grad()
 def test_every_tensor_a_cache_holds_is_counted(model: PreTrainedModel, case: Case) -> None:
-    """Walk all attributes of all layers: a tensor outside `tensors()` would be memory nobody reports."""
-    cache = SelectiveCache(model, case.make())
-    with attach(model):
-        Session(model, cache, [tokens(300, 1)]).step([5])
-    for layer in cache.layers:
-        counted = {t.untyped_storage().data_ptr() for part in layer.tensors().values() for t in part}
-        tensors = [thing for thing in walk(layer) if isinstance(thing, torch.Tensor) and thing.numel()]
-        assert {t.untyped_storage().data_ptr() for t in tensors} <= counted
-
-
-def walk(thing: object, seen: set[int] | None = None) -> Iterator[object]:
-    """All objects that the attributes of `thing` reach, but for caches, models and methods."""
-    seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(thing, SelectiveCache | torch.nn.Module | Method):
-        return
-    seen.add(id(thing))
-    yield thing
-    if isinstance(thing, torch.Tensor):
-        return
-    if isinstance(thing, dict):
-        parts = list(thing.values())
-    elif isinstance(thing, list | tuple):
-        parts = list(thing)
-    else:
-        parts = list(vars(thing).values()) if hasattr(thing, "__dict__") else []
-    for part in parts:
-        yield from walk(part, seen)
+    bytes_counted(model, case)
 
 
 @torch.no_grad()

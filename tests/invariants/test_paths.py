@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api import invariants
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.invariants.cases import Case
@@ -13,9 +14,15 @@ STEPS = tokens(14, 20)  # more than the local window of most prompts here
 
 
 def test_chunked_prefill_equals_one_block(model: PreTrainedModel, case: Case) -> None:
-    prompt, steps = [tokens(90, 21)], [[t] for t in STEPS]
-    whole = logits(model, case.make(), prompt, steps)
-    case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=17), whole)
+    invariants.chunks_equal_one_block(model, case)
+
+
+def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> None:
+    invariants.padded_rows_equal_single_rows(model, case)
+
+
+def test_reordered_rows_equal_rows_alone(model: PreTrainedModel, case: Case) -> None:
+    invariants.reordered_rows_equal_rows_alone(model, case)
 
 
 def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Case) -> None:
@@ -23,17 +30,6 @@ def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Ca
     prompt, steps = [tokens(50, 22)], [[t] for t in STEPS[:4]]
     whole = logits(model, case.make(), prompt, steps)
     case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=1), whole)
-
-
-def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> None:
-    """Rows of very different length: shorter than the sinks, too short for an index, long."""
-    rows = [tokens(n, 30 + n) for n in (64, 31, 6, 1)]
-    steps = [[(t + r) % 100 + 5 for r in range(len(rows))] for t in STEPS[:9]]
-    single = torch.cat(
-        [logits(model, case.make(), [row], [[column[r]] for column in steps]) for r, row in enumerate(rows)]
-    )
-    case.close(logits(model, case.make(), rows, steps), single, "one block:")
-    case.same_in_chunks(lambda: logits(model, case.make(), rows, steps, chunk=23), single, "chunks:")
 
 
 @pytest.mark.rest
@@ -47,22 +43,6 @@ def test_token_budget_in_a_padded_batch(model: PreTrainedModel, case: Case) -> N
     batch = logits(model, method, rows, steps)
     for r, row in enumerate(rows):
         case.close(batch[r : r + 1], logits(model, method, [row], [[column[r]] for column in steps]))
-
-
-@torch.no_grad()
-def test_reordered_rows_equal_rows_alone(model: PreTrainedModel, case: Case) -> None:
-    """Beam search: after any reorder, each row continues as the row it came from would have."""
-    rows = [tokens(80, 50), tokens(33, 51), tokens(80, 52)]
-    before, index, after = tokens(3, 53), [2, 0, 0], tokens(7, 54)
-    with attach(model):
-        session = Session(model, SelectiveCache(model, case.make()), rows)
-        for t in before:
-            session.step([t] * 3)
-        session.reorder(index)
-        got = torch.stack([session.step([t] * 3) for t in after], 1)
-    for slot, source in enumerate(index):
-        alone = logits(model, case.make(), [rows[source]], [[t] for t in before + after])[:, 1 + len(before) :]
-        case.close(got[slot : slot + 1], alone)
 
 
 def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:

@@ -1,0 +1,59 @@
+"""`pqcache.check` says what a method breaks. The tests beside it take every method of the project through the same."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+import pqcache
+from baselines.oracle import Oracle
+from baselines.snapkv import SnapKV
+from pqcache.api.invariants import INVARIANTS
+from pqcache.selective import Budget
+from pqcache.selective.budget import Plan
+
+
+@dataclass(kw_only=True)
+class Greedy(SnapKV):
+    """Plans for four times its budget."""
+
+    def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
+        self.budget, own = Budget(tokens=4 * (self.budget.tokens or 64)), self.budget
+        try:
+            return super().plan(s, layer_idx, n_layers)
+        finally:
+            self.budget = own
+
+
+class Hoarder(Oracle):
+    """Keeps a copy of what it has seen that nobody counts."""
+
+    def make_layer(self, *place: Any) -> Any:
+        layer = super().make_layer(*place)
+        layer.copies = [torch.ones(3, 5)]
+        return layer
+
+
+class Failing(SnapKV):
+    """Cannot make a layer."""
+
+    def make_layer(self, *place: Any) -> Any:
+        raise ZeroDivisionError("no layer")
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "name", "words"),
+    [
+        (Greedy, {"n_sink": 4, "w": 8}, "budget held at every step", "attended"),
+        (Hoarder, {"n_sink": 8}, "bytes counted", "(3, 5)"),
+        (Failing, {"n_sink": 4}, "left padding", "ZeroDivisionError: no layer (test_check.py, line"),
+        (SnapKV, {"n_sink": -1}, "no-op equals Full", "n_sink=-1: allowed is"),
+        (SnapKV, {"n_sink": 4, "w": 8}, "", ""),
+    ],
+)
+def test_check_says_what_fails(cls: Any, options: Any, name: str, words: str, capsys: Any) -> None:
+    failed = pqcache.check(cls, **options)
+    said = capsys.readouterr().out
+    assert said.count("\n") == len(INVARIANTS) + 1 and f"{cls.__name__}: {len(failed)} of 6 fail" in said
+    assert words in failed[name] if name else not failed
