@@ -96,18 +96,16 @@ class LabelIndex(CodedKeyIndex):
         self.channels = self.method.channels[ctx.module].to(k.device)
         return super().build(k, v, lengths, ctx)
 
-    def heavy(self, x: torch.Tensor) -> torch.Tensor:
-        """The heavy channels of x (n, h_kv or H, m, d), each head's own: (n, H, m, r)."""
+    def keyed(self, keys: torch.Tensor) -> torch.Tensor:
+        """The heavy channels of keys (n, h_kv or H, m, d), each head's own: (n, H, m, r)."""
         assert self.channels is not None
-        x = per_head(x, self.channels.shape[0])
-        return x.gather(3, self.channels[None, :, None].expand(*x.shape[:3], -1))
-
-    keyed = heavy  # what is coded
+        keys = per_head(keys, self.channels.shape[0])
+        return keys.gather(3, self.channels[None, :, None].expand(*keys.shape[:3], -1))
 
     def asked(self, q: torch.Tensor) -> torch.Tensor:
         """q (n, h, 1, d) -> what is multiplied with labels (n, h, 1, r)."""
         assert self.channels is not None
-        heavy = self.heavy(q.unflatten(1, (self.channels.shape[0], -1))[..., 0, :]).flatten(1, 2)[:, :, None]
+        heavy = self.keyed(q.unflatten(1, (self.channels.shape[0], -1))[..., 0, :]).flatten(1, 2)[:, :, None]
         rounds = self.method.round_query and self.method.label_bits < 16
         return rounded(heavy, self.method.label_bits) if rounds else heavy
 
