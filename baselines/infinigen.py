@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pqcache.kernels.scaling import capped
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
@@ -185,7 +186,7 @@ class SpeculativeIndex(Index):
 
     def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
         """With alpha: as many tokens as a head has within alpha of its best, mean over heads, and at most cand.k[r]."""
-        h_kv, valid = self.layer.shape.h_kv, cand.valid(logits.device)
+        h_kv, valid, logits = self.layer.shape.h_kv, cand.valid(logits.device), capped(logits, self.layer.scaling)
         assert self.method.alpha is not None
         near = logits if valid is None else logits.masked_fill(~valid, -torch.inf)
         near = near > near.amax(-1, keepdim=True) - self.method.alpha

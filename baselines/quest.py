@@ -24,6 +24,7 @@ import torch
 
 from pqcache import kernels
 from pqcache.fields import added
+from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
@@ -95,7 +96,7 @@ class PageIndex(Index):
         counts = [min(page - first, -(-(k + cut) // size)) if k else 0 for page, k in zip(pages, cand.k, strict=True)]
         column = torch.arange(first, max(pages), device=device)
         last = table(pages, device)[:, None, None] - 1
-        bound = self._bounds(q, first, max(pages)) * ctx.scaling
+        bound = capped(self._bounds(q, first, max(pages)) * ctx.scaling, ctx.scaling)
         weights = group_reduce(bound, h_kv, self.reduce, None if len(set(pages)) == 1 else column <= last)
         if self.newest:
             weights = weights.masked_fill(column == last, torch.inf)

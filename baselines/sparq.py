@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import capped
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.group import top_tokens
@@ -142,7 +143,7 @@ class ComponentIndex(Index):
         if self.mean is None:
             return chosen
         n, h, m = logits.shape
-        stored = row_mask(cand.lengths, m, q.device)
+        stored, logits = row_mask(cand.lengths, m, q.device), capped(logits, ctx.scaling)
         probs = (logits if stored is None else logits.masked_fill(~stored, -torch.inf)).softmax(-1)
         ends = torch.tensor(cand.ends, device=q.device)[:, None, None]
         column = torch.arange(m, device=q.device)

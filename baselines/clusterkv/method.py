@@ -32,6 +32,7 @@ import torch.nn.functional as F
 
 from pqcache import kernels
 from pqcache.fields import added
+from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
 from pqcache.selective.index import Candidates, Index, Selection
@@ -141,6 +142,7 @@ class ClusterIndex(Index):
         n, h, _, d = q.shape
         group, mode = h // h_kv, self.method.reduce
         logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
+        logits = capped(logits, scaling)
         sizes = self.sizes.repeat_interleave(group, dim=1)
         if mode.endswith("softmax"):  # the weight of one token of the cluster, as if all its keys were the centroid
             logits = (logits - torch.logsumexp(logits + sizes.log(), -1, keepdim=True)).exp()

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from pqcache.selective.attention import partial
+from pqcache.selective.attention import with_sinks
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
-from pqcache.selective.group import per_head
+from pqcache.selective.index import Selection
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
@@ -78,13 +78,14 @@ class CodedRetrievalLayer(RetrievalLayer):
         valid: torch.Tensor | None,
         ctx: LayerContext,
         log_weight: torch.Tensor | None = None,
+        selection: Selection | None = None,
     ) -> torch.Tensor:
         """As the base class; the store's probes also see the log-sum-exp of this step."""
-        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
-        bias = None if log_weight is None else log_weight[:, :, None]
-        part = partial(q, keys, values, ctx.scaling, mask, bias=bias)
-        self.packed.observe_step(q, part.lse, ctx.scaling)
-        return part.out.transpose(1, 2).to(q.dtype)
+        part = self.attended(q, keys, values, valid, ctx, log_weight)
+        self.packed.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx.scaling)
+        if selection is not None:
+            part = selection.with_rest(part)
+        return with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.store is not self.packed:  # during a prompt it holds only what it observed

@@ -22,6 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, IndexedLayer, Selection
@@ -149,7 +150,9 @@ class TwoStageIndex(Index):
             return Selection(best, padded=True)
         # a softmax over all past tokens includes what is attended anyway
         logits, forced = self.logits(q, shortlist, cand, ctx, always=self.scope == "all")
-        weights = group_reduce(logits, h_kv, self.reduce, span=(forced, logits.shape[2]))
+        weights = group_reduce(
+            logits, h_kv, self.reduce, None, (forced, logits.shape[2]), ctx.scaling if self.scope == "all" else 1.0
+        )
         shortlist = shortlist.repeat_interleave(weights.shape[1] // shortlist.shape[1], dim=1)
         slots = top_tokens(weights.masked_fill(shortlist < 0, -torch.inf), [min(k, shortlist.shape[2]) for k in cand.k])
         indices = torch.where(slots < 0, slots, shortlist.gather(2, slots.clamp_min(0)))
@@ -167,7 +170,7 @@ class TwoStageIndex(Index):
             sinks = spread([min(cand.sinks, n) for n in cand.lengths], [0] * len(cand.lengths), q.device)
             forced = torch.cat([sinks, spread(cand.lengths, cand.ends, q.device)], dim=2)
             scored = torch.cat([forced.expand(-1, shortlist.shape[1], -1), shortlist], dim=2)
-        logits = self.second.score_at(q, scored, ctx)
+        logits = capped(self.second.score_at(q, scored, ctx), ctx.scaling)
         outside = (scored < 0).repeat_interleave(q.shape[1] // scored.shape[1], dim=1)
         return logits.masked_fill(outside, -torch.inf), scored.shape[2] - shortlist.shape[2]
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import is_plain
 
 from .block_store import HostBlockStore
 from .memory import MASS, ROTATED, VALUE, BlockMemory, Reach
@@ -29,6 +30,7 @@ def attend_in_place(
     """
     if (
         memory.units > 1
+        or not is_plain(scaling)
         or isinstance(memory.blocks, HostBlockStore)
         or not kernels.native(q, memory.blocks.blocks.data)
     ):

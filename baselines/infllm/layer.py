@@ -8,7 +8,7 @@ from statistics import fmean
 import torch
 
 from pqcache.selective import rope
-from pqcache.selective.attention import Part, merge, partial
+from pqcache.selective.attention import Part, merge, partial, with_sinks
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.dense import dense_prefill, prefill_and_sum
 from pqcache.selective.index import Candidates, Selected
@@ -261,6 +261,7 @@ class InfLLMLayer(SelectiveLayer):
             far_keys, far_values = memory.far_tokens(reach, fetched)
             query = q if memory.far == ROTATED else far_q
             joint = merge([local, partial(query, far_keys, far_values, scaling, reach.far_mask)])
+        joint = with_sinks(joint, scaling)
         add_mass(near.view(MASS, *reach.window, reach.rows), local, joint)
         return joint.out
 

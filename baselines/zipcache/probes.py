@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from pqcache.kernels.scaling import cap_, sinks_of
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import softmax_
 from pqcache.store.transfer import table
@@ -97,6 +98,7 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
     """
     h_kv, g = k.shape[0], q.shape[0] // k.shape[0]
     scaled = (q.to(sums.dtype) * scaling).unflatten(0, (h_kv, g))
+    sinks = None if (own := sinks_of(scaling)) is None else own.view(h_kv, g)
     scratch = sums.new_empty(HEADS * g * BLOCK * k.shape[1])  # one for all blocks, which differ in length
     for start in range(0, len(seen), BLOCK):
         block = seen[start : start + BLOCK]
@@ -108,6 +110,7 @@ def add_probe_sums(sums: torch.Tensor, q: torch.Tensor, k: torch.Tensor, seen: S
             queries = scaled[heads, :, start : start + BLOCK].flatten(1, 2)
             logits = scratch[: len(queries) * g * b * m].view(-1, g * b, m)
             torch.bmm(queries, k[heads, :m].to(sums.dtype).mT, out=logits)
+            cap_(logits, scaling)
             logits.unflatten(1, (g, b))[..., all_see:].masked_fill_(hidden, -torch.inf)
-            factor = softmax_(logits)
+            factor = softmax_(logits, None if sinks is None else sinks[heads].repeat_interleave(b, 1))
             sums[heads, :m].add_(logits.sum(1), alpha=factor)

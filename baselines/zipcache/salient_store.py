@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.layer import LayerContext
@@ -128,7 +129,7 @@ class SalientStore(PackedStore):
         if not any(is_probe):
             return
         queries = q.to(sums.dtype).view(n, h_kv, -1, q.shape[3])
-        logits = queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * scaling
+        logits = capped(queries @ self.k.tail.to(sums.dtype).transpose(-1, -2) * scaling, scaling)
         above = logits - lse.to(sums.dtype).view(n, h_kv, -1, 1)
         probs = above.clamp(max=0).exp().sum(2)  # (n, h_kv, width); huge logits are rounded differently in a tile
         for row, (probe, tail) in enumerate(zip(is_probe, self.k.tails, strict=True)):

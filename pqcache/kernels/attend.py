@@ -19,6 +19,7 @@ import torch
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run, team
 from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
 from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, products, softmax
+from pqcache.kernels.scaling import sinks_of
 
 Array = np.ndarray[Any, Any]
 
@@ -173,7 +174,7 @@ def _run(
     """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS): (n, 1, h, d) fp32.
 
     tokens: of all rows and heads, roughly. parts: of a head, at most. sums (n, h or h_kv, T): grow by the probabilities of the
-    first segment's T tokens.
+    first segment's T tokens. The sinks of a `Scaling` take their share of the result, not of the sums; a cap is not served.
     """
     many, n, h, _, d = queries.shape
     h_kv = segments.shape[1]
@@ -183,14 +184,18 @@ def _run(
     added = np.empty((n, h_kv, 1, 0), np.float32)
     if sums is not None and sums.numel():
         added = sums.numpy().reshape(n, h_kv, -1, sums.shape[2])
-    result = np.empty((n, h_kv, g, d), np.float32)
+    result, lse = np.empty((n, h_kv, g, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32)
     run(
         _attend, n * h_kv * parts, kind, d * kind.itemsize, heads, queries.reshape(many, n, h_kv, g, d).float().numpy(),
         np.float32(scaling), segments, steps, marks, np.empty((n, h_kv, g, added.shape[3]), np.float32),
-        np.zeros((n, h_kv, parts, padded, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32),
+        np.zeros((n, h_kv, parts, padded, d), np.float32), lse,
         np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
     )  # fmt: skip
-    return torch.from_numpy(result).view(n, 1, h, d)
+    out = torch.from_numpy(result).view(n, 1, h, d)
+    if (sinks := sinks_of(scaling)) is not None:  # what `join` left: maximum and sum over all parts
+        high, mass = (torch.from_numpy(lse[:, :, 0, i]).reshape(n, 1, h, 1) for i in range(2))
+        out *= torch.sigmoid(high + mass.log() - sinks.detach().float()[:, None])
+    return out
 
 
 @numba.njit(nogil=True, cache=True)

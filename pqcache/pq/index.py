@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import cap_of
 from pqcache.pq import codebook
 from pqcache.pq.fit import Clustering, Fitted, fit
 from pqcache.selective.budget import Plan
@@ -249,7 +250,7 @@ class PQIndex(Index):
             return None
         assert self.centroids is not None and self.codes is not None
         centroids, codes = (self.centroids, self.codes.data) if self.far is None else self.near()
-        if not kernels.native(q, codes):
+        if cap_of(ctx.scaling) is not None or not kernels.native(q, codes):
             return None
         tables = codebook.tables(q, centroids) * ctx.scaling
         codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])

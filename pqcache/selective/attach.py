@@ -33,13 +33,13 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from pqcache.kernels.scaling import Scaling
 from pqcache.selective.cache import Joint, SelectiveCache
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.support import CLOSED, SINKS, check_architecture
+from pqcache.selective.support import CLOSED, check_architecture, dense_attention
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
@@ -73,16 +73,16 @@ def selective_attention(
 ) -> tuple[torch.Tensor, None]:
     """The attention function transformers calls: query (n, h, t, d), key and value (n, h_kv, t, d) of the new block."""
     contexts: list[LayerContext] | None = module.__dict__.pop(_CONTEXT, None)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    cap, sinks = kwargs.pop("softcap", None), kwargs.pop("s_aux", None)
+    if cap is not None or sinks is not None:
+        scaling = Scaling(scaling, cap, sinks)
     if contexts is None:  # another cache, or none: an ordinary forward pass
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
-        )
-    if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("soft-capped logits and attention sinks of the model are not supported")
+        return dense_attention(module, query, key, value, attention_mask, scaling, dropout=dropout, **kwargs)
     outputs = []
     rows = [len(ctx.hidden) for ctx in contexts]
     for ctx, q, k, v in zip(contexts, query.split(rows), key.split(rows), value.split(rows), strict=True):
-        ctx.scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+        ctx.scaling = scaling
         outputs.append(ctx.cache.layers[ctx.layer_idx].attend(q, k, v, attention_mask, ctx))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs), None
 
@@ -99,8 +99,6 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
         raise ValueError(f"{named}: not supported: its layers share no rotary position embedding")
     if not decoder._can_set_attn_implementation():
         raise ValueError(f"{named}: not supported: {CLOSED}")
-    if any(getattr(m, "sinks", None) is not None for m in modules):
-        raise ValueError(f"{named}: not supported: {SINKS}")
     return modules  # type: ignore[return-value]
 
 

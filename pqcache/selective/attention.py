@@ -10,11 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
+from pqcache.kernels.scaling import cap_of, capped, denominator, is_plain, sinks_of, token_share
+from pqcache.selective.group import per_head
 from pqcache.store.transfer import table
 
 # A weight of less, where the largest is 1, has no part in a sum of fp32. A trained model's attention is full of weights that are
 # subnormal numbers in fp32, and some CPUs, Intel's among them, multiply these many times slower than others.
 NEGLIGIBLE = 1e-30
+QUERIES = 128  # of a block of `attend_exactly` whose logits exist at a time
 NATIVE_FROM = 1 << 18  # numbers in K from which the native kernel's longer start pays: 256 tokens of 8 KV heads of 128
 
 
@@ -31,13 +34,14 @@ def attend_one(
 
     Returns (n, 1, h, d), the layout transformers expects from an attention function.
     """
-    n, h, _, d = q.shape
+    n, h, _, _ = q.shape
     heads = k.shape[1]
-    mask = None
-    if valid is not None:
-        mask = valid[:, :, None]
+    if not is_plain(scaling):
+        mask = None if valid is None else per_head(valid, h)[:, :, None]
+        return with_sinks(partial(q, k, v, scaling, mask), scaling).out.transpose(1, 2).to(q.dtype)
+    mask = None if valid is None else valid[:, :, None]
     out = F.scaled_dot_product_attention(pack(q, heads), k, v, attn_mask=mask, scale=scaling)
-    return out.reshape(n, 1, h, d)
+    return out.reshape(n, 1, h, v.shape[3])
 
 
 def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scaling: float) -> torch.Tensor:
@@ -45,7 +49,8 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list
 
     Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/attend.py).
     """
-    if k.numel() >= NATIVE_FROM and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
+    large = k.numel() >= NATIVE_FROM and cap_of(scaling) is None
+    if large and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
         return kernels.attend.attend_all(q, k, v, lengths, scaling)
     return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 
@@ -56,14 +61,37 @@ def attend_adding(
     """The same, (n, 1, h, d). Adds to sums (n, h_kv, >= max(lengths)) the mean of the probabilities in each group of heads."""
     m, h_kv = k.shape[2], k.shape[1]
     sums = sums[:, :, :m]
-    large = k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype
+    large = k.numel() >= NATIVE_FROM and len(set(lengths)) == 1 and q.dtype == sums.dtype and is_plain(scaling)
     if large and q.dtype == torch.float32 and kernels.native(q, k, v, sums) and kernels.attend.serves(q, k, v):
         return kernels.attend.attend_adding(q, k, v, scaling, sums)
     valid = row_mask(lengths, m, q.device)
-    part = partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True)
+    part = with_sinks(partial(q, k, v, scaling, None if valid is None else valid[:, :, None], probs=True), scaling)
     assert part.probs is not None
     sums += part.probs[:, :, 0].unflatten(1, (h_kv, -1)).mean(2)
     return part.out.transpose(1, 2).to(q.dtype)
+
+
+def attend_exactly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, scaling: float
+) -> torch.Tensor:
+    """Attention of a block, cap and sinks included: q (n, h, t, d), k and v (n, h_kv, m, d) -> (n, t, h, d).
+
+    mask (n, 1, t, m): bool, or added to the logits. None: causal, the last t keys are the queries' own. The reference for models
+    whose softmax no kernel of torch has; QUERIES queries at a time.
+    """
+    t, m, out = q.shape[2], k.shape[2], []
+    for start in range(0, t, QUERIES):
+        stop = min(start + QUERIES, t)
+        seen, some, bias = m if mask is not None else m - t + stop, None, None
+        if mask is None:
+            some = torch.ones((stop - start, seen), dtype=torch.bool, device=q.device).tril(m - t + start)
+        elif mask.dtype == torch.bool:
+            some = mask[:, :, start:stop]
+        else:
+            bias = mask[:, :, start:stop]
+        part = partial(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], scaling, some, bias=bias)
+        out.append(with_sinks(part, scaling).out)
+    return torch.cat(out, 2).transpose(1, 2).to(q.dtype)
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:
@@ -94,15 +122,16 @@ def partial(
     """Attention of q (n, h, q, d) over one segment k, v (n, h_kv, m, d), to be joined by `merge`.
 
     mask: (n, 1 or h, q, m) bool, True = may attend. bias (n, 1 or h, q, m): added to the scaled logits. A query that sees
-    nothing here gets lse = -inf and out = 0.
+    nothing here gets lse = -inf and out = 0. A model's sinks are no segment's: `with_sinks` adds them after the last merge.
     Computed in fp32, in float64 for a float64 model.
     """
     n, h, t, d = q.shape
     h_kv = k.shape[1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(dtype).view(n, h_kv, h // h_kv * t, d)
+    grouped = q.to(dtype).reshape(n, h_kv, h // h_kv * t, d)
     # one buffer from here on: a copy per operation would map its pages anew, which takes longer than the operation
     logits = (grouped @ k.to(dtype).transpose(-1, -2)).view(n, h, t, -1).mul_(scaling)
+    logits = capped(logits, scaling)
     if bias is not None:
         logits.add_(bias)
     if mask is not None:
@@ -116,7 +145,7 @@ def partial(
     total = weights.sum(-1, keepdim=True)
     lse = (top + total.log())[..., 0]
     total = torch.where(total == 0, 1, total)  # where the query sees nothing
-    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, d) / total
+    out = (weights.view(n, h_kv, -1, weights.shape[-1]) @ v.to(dtype)).view(n, h, t, -1) / total
     if not probs:
         return Part(out, lse)
     return Part(out, lse, weights / total if recorded else weights.div_(total))
@@ -135,3 +164,11 @@ def merge(parts: Sequence[Part]) -> Part:
     if all(p.probs is not None for p in parts):
         probs = torch.cat([p.probs * share for p, share in zip(parts, shares, strict=True) if p.probs is not None], -1)
     return Part(out, lse, probs)
+
+
+def with_sinks(part: Part, scaling: float) -> Part:
+    """Attention over all of a query's tokens, `part`, where the model's attention sinks take their share of the softmax."""
+    if sinks_of(scaling) is None:
+        return part
+    share, probs = token_share(part.lse, scaling), part.probs
+    return Part(part.out * share, denominator(part.lse, scaling), None if probs is None else probs * share)

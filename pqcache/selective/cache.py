@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
+from pqcache.kernels.scaling import is_plain
 from pqcache.selective.layer import LayerContext, Request, SelectiveLayer, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
@@ -168,9 +169,10 @@ class SelectiveCache(Request):
     def use_substitutes(self) -> None:
         """Let the accelerator do the decode steps that it can, from a turn's second one on: what is built beside it has ended.
 
-        None of them while somebody looks on, or a gradient is recorded.
+        None of them while somebody looks on, a gradient is recorded, or the model's softmax has a cap or sinks.
         """
-        if self.observers or self.watchers or torch.is_grad_enabled():
+        plain = all(is_plain(layer.scaling) for layer in self.layers)
+        if self.observers or self.watchers or torch.is_grad_enabled() or not plain:
             self._substituted = False
             for layer in self.layers:
                 layer.substitute = None

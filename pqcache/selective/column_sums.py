@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import cap_, capped, sinks_of
 
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
@@ -61,6 +62,7 @@ def add_column_sums(
     scratch = torch.empty(max(g * block * widest, min(h * block * widest, most)), dtype=dtype, device=q.device)
     future = torch.ones((block, block), dtype=torch.bool, device=q.device).triu(1)  # of a block's own keys
     q, sums = (x.unflatten(1, (h_kv, g)) for x in (q, sums))
+    sinks = _grouped_sinks(scaling, h_kv)
     for row, (length, count) in enumerate(zip(stored, counts, strict=True)):
         for start, stop in _blocks(t - count, t, length - t, block):
             m = length - t + stop
@@ -69,7 +71,8 @@ def add_column_sums(
                 heads = slice(head, head + step)
                 block_q = q[row, heads, :, start:stop].to(dtype)
                 keys, into = k[row, heads, :m], sums[row, heads, :, :m]
-                probs, factor = _probabilities(block_q, keys, scaling, future, scratch)
+                own = None if sinks is None else sinks[heads]
+                probs, factor = _probabilities(block_q, keys, scaling, future, scratch, own)
                 if attended is not None:
                     values, out = attended[0][row, heads, :m].to(dtype), attended[1].unflatten(2, (h_kv, g))
                     new = (probs.flatten(1, 2) @ values).mul_(factor).unflatten(1, (g, -1))
@@ -116,12 +119,24 @@ def together(q: torch.Tensor) -> bool:
     return q.device.type == "cpu" and wide and q.shape[2] >= LONG and not (q.requires_grad and torch.is_grad_enabled())
 
 
-def softmax_(logits: torch.Tensor) -> float:
+def _grouped_sinks(scaling: float, h_kv: int) -> torch.Tensor | None:
+    """The model's attention sinks, (h_kv, g, 1)."""
+    sinks = sinks_of(scaling)
+    return None if sinks is None else sinks.view(h_kv, -1, 1)
+
+
+def softmax_(logits: torch.Tensor, sinks: torch.Tensor | None = None) -> float:
     """logits (..., m), in one piece, become their softmax divided by the number that is returned, a power of two.
 
     A sharp softmax has many probabilities that are subnormal numbers in fp32. Some CPUs, Intel's among them, multiply these
     many times slower than others. Divided by 2^-64 they are normal.
+    sinks: like (...), logits of one more entry each, which takes its share of the softmax.
     """
+    if sinks is not None:
+        share = torch.sigmoid(logits.logsumexp(-1) - sinks)
+        factor = softmax_(logits)
+        logits.mul_(share[..., None])
+        return factor
     if logits.device.type != "cpu" or logits.dtype != torch.float32:
         torch.softmax(logits, -1, out=logits)  # in place: a row is read before it is written
         return 1.0
@@ -133,7 +148,12 @@ def softmax_(logits: torch.Tensor) -> float:
 
 
 def _probabilities(
-    q: torch.Tensor, k: torch.Tensor, scaling: float, future: torch.Tensor, scratch: torch.Tensor
+    q: torch.Tensor,
+    k: torch.Tensor,
+    scaling: float,
+    future: torch.Tensor,
+    scratch: torch.Tensor,
+    sinks: torch.Tensor | None,
 ) -> tuple[torch.Tensor, float]:
     """Softmax of q (H, g, b, d) over keys k (H, m, d), the last b of them the queries' own: (H, g, b, m), a view of `scratch`.
 
@@ -149,9 +169,10 @@ def _probabilities(
         for start in range(0, m, TILE):
             tile = k[:, start : start + TILE].to(q.dtype)
             logits[:, :, start : start + TILE].baddbmm_(rows, tile.mT, beta=0)
+    cap_(logits, scaling)
     logits = logits.view(heads, g, b, m)
     logits[..., m - b :].masked_fill_(future[:b, :b], -torch.inf)
-    return logits, softmax_(logits)
+    return logits, softmax_(logits, sinks)
 
 
 def _forget(probs: torch.Tensor, window: int) -> int:
@@ -214,14 +235,17 @@ class QueryWindow:
         """
         assert self.q is not None
         h_kv, longest, held = k.shape[1], max(stored), self.q.shape[2]
+        sinks = _grouped_sinks(scaling, h_kv)
         sums = torch.zeros((*self.q.shape[:2], longest), dtype=accumulator_dtype(self.q), device=k.device)
         for row, (length, last, count) in enumerate(zip(stored, seen, self.counts, strict=True)):
             queries = self.q[row, :, held - count :].to(sums.dtype).unflatten(0, (h_kv, -1))  # (h_kv, g, count, d)
-            logits = queries @ k[row, :, None, :length].to(sums.dtype).mT * scaling
+            logits = capped(queries @ k[row, :, None, :length].to(sums.dtype).mT * scaling, scaling)
             at = torch.arange(last - count, last, device=k.device)
             later = positions[row, :, None, None, :length] > at[:, None]
             # a query may see nothing that is held
-            probs = logits.masked_fill(later, -torch.inf).softmax(-1).nan_to_num(0)
+            probs = logits.masked_fill_(later, -torch.inf).softmax(-1).nan_to_num(0)
+            if sinks is not None:
+                probs *= torch.sigmoid(logits.logsumexp(-1) - sinks)[..., None]
             sums[row, :, :length] = probs.sum(2).flatten(0, 1)
         return sums
 

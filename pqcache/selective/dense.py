@@ -6,6 +6,7 @@ from statistics import fmean
 
 import torch
 
+from pqcache.kernels.scaling import is_plain
 from pqcache.selective.attention import attend_rows
 from pqcache.selective.blocks import lower_right, row_by_row
 from pqcache.selective.column_sums import attend_and_sum, together
@@ -76,7 +77,7 @@ def _attend_end(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerCon
     """Causal attention of q (n, h, t, d) over k, v (n, h_kv, m, d), the last t of them the queries' own: (n, t, h, d)."""
     # these two are aligned to the lower right themselves; sdpa, also as flash-attn's stand-in for fp32, is not
     own = ctx.cache.attn == "standard" or (ctx.cache.attn == "flash_attention_2" and q.dtype != torch.float32)
-    if own or q.shape[2] in (1, k.shape[2]):
+    if own or q.shape[2] in (1, k.shape[2]) or not is_plain(ctx.scaling):
         return ctx.cache.kernel(ctx.module, q, k, v, None, scaling=ctx.scaling, dropout=0.0)[0]
     return lower_right(q, k, v, ctx.scaling)
 

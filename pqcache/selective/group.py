@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import sinks_of, token_share
 from pqcache.store.transfer import table
 
 MANY = 1 << 15  # weights from which a compiled kernel selects them: fewer are not worth a call
@@ -17,13 +18,19 @@ def per_head(x: torch.Tensor, h: int) -> torch.Tensor:
 
 
 def group_reduce(
-    logits: torch.Tensor, h_kv: int, mode: str, valid: torch.Tensor | None = None, span: tuple[int, int] | None = None
+    logits: torch.Tensor,
+    h_kv: int,
+    mode: str,
+    valid: torch.Tensor | None = None,
+    span: tuple[int, int] | None = None,
+    scaling: float = 1.0,
 ) -> torch.Tensor:
     """Ranking weights from scaled logits (n, h, m), fp32: (n, h_kv, m'), or (n, h, m') for mode "none".
 
     Softmax modes normalise over all m entries; `valid` (n or 1, 1, m) bool excludes entries first. `span` = (lo, hi) then
-    keeps only those columns: the exact oracle normalises over every past token but ranks the candidates. Excluded entries
-    are -inf in the result. Sums are in fp32: in fp16 small probabilities flush to zero and tie.
+    keeps only those columns: the exact oracle normalises over every past token, and over the sinks of the model that `scaling`
+    names, but ranks the candidates. Excluded entries are -inf in the result. Sums are in fp32: in fp16 small probabilities
+    flush to zero and tie.
     """
     if mode not in REDUCTIONS:
         raise ValueError(f"reduce={mode}: allowed is {', '.join(REDUCTIONS)}")
@@ -32,6 +39,8 @@ def group_reduce(
     if valid is not None:
         logits = logits.masked_fill(~valid, -torch.inf)
     weights = logits.softmax(-1) if mode.endswith("softmax") else logits
+    if mode.endswith("softmax") and sinks_of(scaling) is not None:
+        weights = weights * token_share(logits.logsumexp(-1), scaling)
     if span is not None:
         weights = weights[..., span[0] : span[1]]
         valid = valid if valid is None else valid[..., span[0] : span[1]]

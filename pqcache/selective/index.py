@@ -28,7 +28,8 @@ from typing import Any, Protocol
 import torch
 
 from pqcache import kernels
-from pqcache.selective.attention import row_mask
+from pqcache.kernels.scaling import cap_of, capped, is_plain
+from pqcache.selective.attention import Part, merge, row_mask
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, per_head, top_tokens
 from pqcache.selective.layer import LayerContext
@@ -72,7 +73,8 @@ class Selection:
     window have 0. A token sampled with probability p gets -log p, so that the sampled softmax estimates the whole one
     (importance sampling, MagicPIG, arXiv 2410.16179). Where a row selects all of its candidates the weight should be 0.
 
-    share (n, h) and mean (n, h or h_kv, d) estimate the tokens left out: the output becomes share * out + (1 - share) * mean.
+    share (n, h) and mean (n, h or h_kv, d) estimate the tokens left out: the output becomes share * out + (1 - share) * mean,
+    share > 0.
 
     With weights or an estimate the selected tokens alone do not determine the output: `Method.traceable` is then False.
     """
@@ -82,6 +84,13 @@ class Selection:
     share: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     log_weight: torch.Tensor | None = None
+
+    def with_rest(self, part: Part) -> Part:
+        """Attention to the selected tokens and those always attended, joined by the estimate of the others."""
+        if self.share is None or self.mean is None:
+            return part
+        others = part.lse + (1 / self.share - 1).log()[..., None].to(part.lse)
+        return merge([part, Part(per_head(self.mean, part.out.shape[1])[:, :, None].to(part.out), others)])
 
 
 @dataclass(frozen=True)
@@ -103,6 +112,7 @@ class IndexedLayer(Protocol):
     store: RetrievalStore  # K and V
     dense: list[bool]  # rows that attend everything
     plans: list[Plan]  # per row
+    scaling: float  # of the model's last call of this layer, see LayerContext
 
     def candidates(self, ahead: bool = False) -> tuple[Candidates, list[int]]: ...
 
@@ -133,6 +143,7 @@ class Index(RowState):
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Scaled logits (q . k times ctx.scaling) of q (n, h, 1, d) for positions lo .. hi-1: (n, h, hi - lo) fp32.
 
+        Without a model's cap: it keeps the order of one head's tokens, and `choose` applies it before heads are joined.
         Rows may be shorter than hi: entries beyond their end are ignored.
         """
         raise NotImplementedError
@@ -168,9 +179,12 @@ class Index(RowState):
     def ranked(self, best: Callable[..., torch.Tensor], cand: Candidates) -> Selection | None:
         """The selection by a kernel best(softmax's span per row, lo, hi per row, k), of positions from `span`'s first one on.
 
-        None where `reduce` is not the sum of softmax weights, which is what such kernels rank by.
+        None where `reduce` is not the sum of softmax weights, which is what such kernels rank by, or these weights are of a model
+        with soft-capped scores, or with sinks that the softmax includes.
         """
-        if self.reduce != "sum_softmax":
+        scaling = self.layer.scaling
+        plain = cap_of(scaling) is None and (self.scope != "all" or is_plain(scaling))
+        if self.reduce != "sum_softmax" or not plain:
             return None
         base, _ = self.span(cand)
         ends = cand.lengths if self.scope == "all" else cand.ends
@@ -180,10 +194,11 @@ class Index(RowState):
 
     def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
         """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""
-        valid = cand.valid(logits.device)
+        valid, scaling = cand.valid(logits.device), self.layer.scaling
+        logits = capped(logits, scaling)
         if self.scope == "all":
             stored = row_mask(cand.lengths, max(cand.lengths), logits.device)
-            weights = group_reduce(logits, h_kv, self.reduce, stored, (cand.sinks, max(cand.ends)))
+            weights = group_reduce(logits, h_kv, self.reduce, stored, (cand.sinks, max(cand.ends)), scaling)
             if valid is not None:
                 weights = weights.masked_fill(~valid, -torch.inf)
         else:

@@ -89,7 +89,7 @@ class LayerContext:
     recorded: bool = False  # the block's exact attention was computed before; see shared_prefill.py
     # of a recorded prompt: what one of the methods that are fed has computed for the others, by name
     kept: dict[str, torch.Tensor] | None = None
-    scaling: float = field(init=False)  # set by the attention function
+    scaling: float = field(init=False)  # set by the attention function; a `Scaling` where the softmax has more to it
     # attn=standard: a whole prompt's probabilities (n, h, t, t), while it is observed
     probs: torch.Tensor | None = None
     # where a layer's `sums_from` asked for them: sums over a whole prompt's last queries, while it is observed
@@ -141,6 +141,7 @@ class SelectiveLayer(CacheLayerMixin):
         self.layer_idx = layer_idx
         self.shape = shape  # of what is stored
         self.model_shape = shape  # of what the model hands over
+        self.scaling = 1.0  # of the last call, see LayerContext
         self.columns = 0  # columns seen, padding included: what transformers calls the sequence length
         # set by the cache; weak, so that a dropped cache is freed at once
         self.owner: weakref.ref[Request] | None = None
@@ -206,6 +207,7 @@ class SelectiveLayer(CacheLayerMixin):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
         """Route one call of the attention function to its phase."""
+        self.scaling = ctx.scaling
         if ctx.step.decode:
             cache = ctx.cache
             if self.substitute is None:

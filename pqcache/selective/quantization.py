@@ -13,7 +13,8 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache import kernels
-from pqcache.selective.attention import Part, merge, partial
+from pqcache.kernels.scaling import cap_of
+from pqcache.selective.attention import Part, merge, partial, with_sinks
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
@@ -35,10 +36,11 @@ def attend_coded(
     By kernels where they read the codes: the cache's `accelerator` all tokens, the CPU's the packed ones. Of the others, `tile`
     tokens (default TILE, DEVICE_TILE on a GPU) are decoded, attended and joined to what came before, then forgotten.
     """
-    if accelerator is not None and (fused := accelerator.attend_packed(q, store, scaling)) is not None:
+    uncapped = cap_of(scaling) is None
+    if accelerator is not None and uncapped and (fused := accelerator.attend_packed(q, store, scaling)) is not None:
         return Part(fused[0].transpose(1, 2), fused[1])
     size = tile or (DEVICE_TILE if q.is_cuda else TILE)
-    joined, read = _attend_runs(q, store, scaling) if tile is None else (None, [])
+    joined, read = _attend_runs(q, store, scaling) if tile is None and uncapped else (None, [])
     for keys, values, inside in store.tiles(size, read):
         mask = None if inside is None else per_head(inside, q.shape[1])[:, :, None]
         part = partial(q, keys, values, scaling, mask)
@@ -62,7 +64,7 @@ def _attend_runs(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[P
 
 def attend_everything(layer: SelectiveLayer, store: Any, q: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
     """A decode step's attention of q (n, h, 1, d) to all of a layer's coded store, its token included: (n, 1, h, d)."""
-    part = attend_coded(q, store, ctx.scaling, accelerator=ctx.cache.accelerator)
+    part = with_sinks(attend_coded(q, store, ctx.scaling, accelerator=ctx.cache.accelerator), ctx.scaling)
     ctx.cache.ledger.attend(layer.layer_idx, fmean(store.lengths), selecting=not layer.attends_all)
     store.observe_step(q, part.lse, ctx.scaling)
     return part.out.transpose(1, 2).to(q.dtype)

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.selective.attention import attend_one, attend_rows, partial
+from pqcache.selective.attention import Part, attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
@@ -279,13 +279,13 @@ class RetrievalLayer(StagedLayer):
             indices = selection.indices
             if selection.log_weight is not None:  # 0 outside the selection
                 weight = F.pad(per_head(selection.log_weight, q.shape[1]), (sinks, newest))
-            elif not uneven:
+            elif not uneven and selection.share is None:
                 out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
         if out is None:
             if uneven or (selection is not None and selection.padded):
                 valid = _valid(sinks, indices, newest, cand, local, q.device)
             keys, values = store.read(sinks, indices, newest, self.shape.group)
-            out = self.attend_chosen(q, keys, values, valid, ctx, weight)
+            out = self.attend_chosen(q, keys, values, valid, ctx, weight, selection)
         tokens: Tokens = sinks + newest
         if valid is not None:
             tokens = valid.sum(-1, dtype=torch.float32).mean()
@@ -295,9 +295,6 @@ class RetrievalLayer(StagedLayer):
             tokens += selection.indices.shape[2]
         if selection is not None and store.served is not None:
             self._note_hits(store.served, cand, ctx)
-        if selection is not None and selection.share is not None and selection.mean is not None:
-            share = selection.share[:, None, :, None].to(out.dtype)
-            out = share * out + (1 - share) * per_head(selection.mean, out.shape[2])[:, None].to(out.dtype)
         return out, tokens
 
     def attend_chosen(
@@ -308,18 +305,36 @@ class RetrievalLayer(StagedLayer):
         valid: torch.Tensor | None,
         ctx: LayerContext,
         log_weight: torch.Tensor | None = None,
+        selection: Selection | None = None,
     ) -> torch.Tensor:
         """Attention of q (n, h, 1, d) over the tokens that were read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
 
         valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
+        selection: joins its estimate of the tokens left out, if it has one.
         """
-        if log_weight is None and valid is None:
-            return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
-        if log_weight is None:
+        estimates = selection is not None and selection.share is not None
+        if log_weight is None and not estimates:
+            if valid is None:
+                return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
             return attend_one(q, keys, values, ctx.scaling, valid)
+        part = self.attended(q, keys, values, valid, ctx, log_weight)
+        if selection is not None:
+            part = selection.with_rest(part)
+        return with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
+
+    @staticmethod
+    def attended(
+        q: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        valid: torch.Tensor | None,
+        ctx: LayerContext,
+        log_weight: torch.Tensor | None,
+    ) -> Part:
+        """`attend_chosen` by torch, without estimates and sinks."""
         mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
-        part = partial(q, keys, values, ctx.scaling, mask, bias=log_weight[:, :, None])
-        return part.out.transpose(1, 2).to(q.dtype)
+        bias = None if log_weight is None else log_weight[:, :, None]
+        return partial(q, keys, values, ctx.scaling, mask, bias=bias)
 
     def _note(
         self, selection: Selection | None, tokens: Tokens, cand: Candidates, local: list[int], ctx: LayerContext

@@ -27,8 +27,9 @@ def unrotate(module: nn.Module, x: torch.Tensor, cos: torch.Tensor, sin: torch.T
     """The inverse of `rotate`. Some families scale cos and sin by a factor a (attention scaling): R(-t) then leaves a^2."""
     back = rotate(module, x, cos, -sin)
     scale = (cos[..., :1] ** 2 + sin[..., :1] ** 2).unsqueeze(1)
-    rotary = cos.shape[-1]  # the leading dimensions of a head are rotated, the rest pass through
-    return torch.cat([back[..., :rotary] / scale, back[..., rotary:]], dim=-1)
+    # 1 for the dimensions of a head that pass through: cos may have an entry per dimension that is rotated, or per pair (GPT-OSS)
+    still = rotate(module, torch.ones_like(x[:1, :1, :1]), torch.zeros_like(cos[:1, :1]), torch.zeros_like(sin[:1, :1]))
+    return torch.where(still == 1, back, back / scale)
 
 
 def tables(

@@ -9,6 +9,8 @@ from transformers import AttentionInterface, PreTrainedConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.utils import is_flash_attn_2_available
 
+from pqcache.kernels.scaling import capped, is_plain, sinks_of, token_share
+from pqcache.selective.attention import attend_exactly
 from pqcache.selective.shape import NotApplicable
 
 ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
@@ -16,7 +18,6 @@ KERNELS = ("torch", "auto")  # what computes decode steps on a CUDA device
 
 # Configuration fields whose presence means attention that softmax(q k) v over a subset does not reproduce.
 _REFUSED = {
-    "attn_logit_softcapping": "soft-capped attention logits",
     "kv_lora_rank": "latent (MLA) attention",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share their KV cache",
@@ -24,7 +25,6 @@ _REFUSED = {
 _ABSOLUTE = "absolute position embeddings; only rotary ones are supported"
 _ALIBI = "ALiBi biases of the attention scores; only rotary position embeddings are supported"
 CLOSED = "attention of its own, which transformers' AttentionInterface cannot replace"
-SINKS = "attention sinks of the model"
 _STATE = "a recurrent state in place of a KV cache"
 # Families whose code differs and whose configuration does not say so.
 _FAMILIES = {
@@ -33,8 +33,6 @@ _FAMILIES = {
     **dict.fromkeys(("falcon", "gptj", "codegen"), CLOSED),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATE),
     "falcon_h1": "state-space layers beside attention",
-    "gpt_oss": SINKS,
-    "mimo_v2_flash": SINKS,
     "diffllama": "differential attention",
     "doge": "masks that its layers compute",
 }
@@ -107,11 +105,14 @@ def standard_probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor 
     """The whole softmax: q (n, h, t, d), k (n, h_kv, m, d), mask (n, 1, t, m) bool or None = causal -> (n, h, t, m)."""
     n, h, t, d = q.shape
     logits = (q.unflatten(1, (k.shape[1], -1)).flatten(2, 3) @ k.transpose(-1, -2)).view(n, h, t, -1) * scaling
+    logits = capped(logits, scaling)
     if mask is None and t > 1:
         mask = torch.ones((t, k.shape[2]), dtype=torch.bool, device=q.device).tril(k.shape[2] - t)
     if mask is not None:
         logits = logits.masked_fill(~mask, torch.finfo(logits.dtype).min)
-    return logits.softmax(-1, dtype=torch.promote_types(q.dtype, torch.float32)).to(q.dtype)
+    logits = logits.to(torch.promote_types(q.dtype, torch.float32))
+    probs = logits.softmax(-1)
+    return (probs if sinks_of(scaling) is None else probs * token_share(logits.logsumexp(-1), scaling)).to(q.dtype)
 
 
 def weighted_values(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -123,6 +124,13 @@ def weighted_values(probs: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 def standard_attention(module, q, k, v, mask, scaling, **kwargs):
     return weighted_values(standard_probabilities(q, k, mask, scaling), v), None
+
+
+def dense_attention(module, q, k, v, mask, scaling, **kwargs):
+    """transformers' sdpa; exact torch where the model caps its scores or has attention sinks, which sdpa does not know."""
+    if is_plain(scaling):
+        return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
+    return attend_exactly(q, k, v, mask, scaling), None
 
 
 def attention_kernel(attn: str) -> tuple[str, Callable]:
@@ -138,13 +146,13 @@ def attention_kernel(attn: str) -> tuple[str, Callable]:
     if attn == "standard":
         return "standard", standard_attention
     if attn == "sdpa" or not is_flash_attn_2_available():
-        return "sdpa", sdpa_attention_forward
+        return "sdpa", dense_attention
     flash = AttentionInterface()["flash_attention_2"]
 
     def kernel(module, q, k, v, mask, **kwargs):
-        # flash-attn takes no 4-D mask and no fp32: those blocks (padding, chunks) go to sdpa
-        if mask is not None or q.dtype == torch.float32:
-            return sdpa_attention_forward(module, q, k, v, mask, **kwargs)
+        # flash-attn takes no 4-D mask, no fp32 and one head size: those blocks (padding, chunks) go to sdpa
+        if mask is not None or q.dtype == torch.float32 or q.shape[3] != v.shape[3] or not is_plain(kwargs["scaling"]):
+            return dense_attention(module, q, k, v, mask, **kwargs)
         return flash(module, q, k, v, None, is_causal=True, **kwargs)
 
     return "flash_attention_2", kernel

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import cap_of, denominator, sinks_of, token_share
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.chosen import chosen_run
@@ -246,7 +247,12 @@ class PackedStore(RetrievalStore):
     ) -> torch.Tensor | None:
         """See RetrievalStore; chosen tokens as codes, by a kernel, where the codec's can be gathered."""
         n, length, h_kv = q.shape[0], self.length, self.k.heads
-        if not kernels.native(q, indices) or indices.shape[1] not in (1, h_kv) or bool((indices < 0).any()):
+        if (
+            cap_of(scaling) is not None
+            or not kernels.native(q, indices)
+            or indices.shape[1] not in (1, h_kv)
+            or bool((indices < 0).any())
+        ):
             return None
         first, last = torch.arange(sinks, device=q.device), torch.arange(length - local, length, device=q.device)
         every = [first.expand(n, h_kv, -1), indices.expand(-1, h_kv, -1), last.expand(n, h_kv, -1)]
@@ -254,6 +260,8 @@ class PackedStore(RetrievalStore):
         if not runs or not all(kernels.packed.serves(q, run) for run in runs):
             return None
         out, lse = kernels.packed.attend_codes(q, runs, scaling)
+        if sinks_of(scaling) is not None:
+            out, lse = out * token_share(lse, scaling), denominator(lse, scaling)
         self.observe_step(q, lse, scaling)
         return out.transpose(1, 2).to(q.dtype)
 

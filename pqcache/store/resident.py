@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 
 from pqcache import kernels
+from pqcache.kernels.scaling import cap_of
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
 
@@ -68,8 +69,8 @@ class ResidentStore(RetrievalStore):
         """By a kernel: fp32 on the CPU, rows of one length."""
         assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
-        same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32
-        if not same or not kernels.native(q, k, v, indices):
+        same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32 and k.shape[3] == v.shape[3]
+        if not same or cap_of(scaling) is not None or not kernels.native(q, k, v, indices):
             return None
         if not kernels.attend.serves_chosen(q.shape[1], k.shape[1], indices.shape[1]):
             return None

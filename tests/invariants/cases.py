@@ -31,6 +31,25 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm": partial(AutoConfig.for_model, "glm", **SMALL, head_dim=16),
     "glm4": partial(AutoConfig.for_model, "glm4", **SMALL, head_dim=16),
     "gemma3": partial(AutoConfig.for_model, "gemma3_text", **SMALL, **SLIDING, head_dim=16, query_pre_attn_scalar=16),
+    "gemma2": partial(
+        AutoConfig.for_model,
+        "gemma2",
+        **SMALL,
+        sliding_window=512,
+        head_dim=16,
+        query_pre_attn_scalar=16,
+        attn_logit_softcapping=8.0,
+    ),
+    "gpt-oss": partial(
+        AutoConfig.for_model,
+        "gpt_oss",
+        **SMALL,
+        sliding_window=512,
+        head_dim=16,
+        num_local_experts=2,
+        experts_implementation="eager",
+        num_experts_per_tok=2,
+    ),
 }
 
 # Options for prompts of about a hundred tokens: few sinks, small pages, codes of 4 bits, quantized often. The first entry

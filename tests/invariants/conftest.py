@@ -4,16 +4,33 @@ import functools
 import zlib
 
 import pytest
-from transformers import PreTrainedModel
+import torch
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import eager_mask
 
 from pqcache.api.drive import small_model
 from tests.invariants.cases import ARCHITECTURES, CASES, pairs
 from tests.threads import threads
 
 
+def exact_eager(module, q, k, v, mask, scaling, softcap, **_):
+    """transformers' eager attention of Gemma 2, which rounds a float64 model's probabilities to fp32."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    logits = softcap * torch.tanh(q @ k.mT * scaling / softcap)
+    logits = logits if mask is None else logits + mask
+    return (logits.softmax(-1) @ v).transpose(1, 2), None
+
+
+AttentionInterface.register("exact_eager", exact_eager)
+AttentionMaskInterface.register("exact_eager", eager_mask)
+
+
 @functools.cache
 def build(architecture: str) -> PreTrainedModel:
-    return small_model(ARCHITECTURES[architecture]())
+    model = small_model(ARCHITECTURES[architecture]())
+    if architecture == "gemma2":
+        model.set_attn_implementation("exact_eager")
+    return model
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
