@@ -129,7 +129,7 @@ class KIVI(QuantizationMethod):
         )
 
     def check_model(self, config: PreTrainedConfig) -> None:
-        d = ModelShape.of(config).d
+        d = ModelShape.of(config).unit
         self.require("group", self.bits == 16 or d % self.group == 0, f"a divisor of the head dimension {d}")
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:

@@ -34,6 +34,19 @@ TEMPLATE = Path(__file__).with_name("architectures.txt")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 HEADS = {"head_dim": 16}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 24,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "n_shared_experts": 1,
+}
 # method -> options for prompts of a hundred tokens; kivi ignores the budget
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -64,7 +77,9 @@ def families() -> tuple[Family, ...]:
     for part, each in known.items():
         for kind, options in each.items():
             models = options.pop("models")
-            own = (HEADS if options.pop("heads", False) else {}) | (EXPERTS if options.pop("experts", False) else {})
+            own: dict[str, Any] = {}
+            for name, more in (("heads", HEADS), ("experts", EXPERTS), ("latent", LATENT)):
+                own |= more if options.pop(name, False) else {}
             found.append(Family(kind, models, own | options, part == "small"))
     return tuple(found)
 

@@ -151,7 +151,7 @@ class KVCrushMixed(KVCrush):
 
     def check_model(self, config: PreTrainedConfig) -> None:
         super().check_model(config)
-        d = ModelShape.of(config).d
+        d = ModelShape.of(config).unit
         self.require(
             "group", self.group is None or d % self.group == 0, f"a divisor of the head dimension {d}, or null"
         )

@@ -106,7 +106,7 @@ class GEAR(QuantizationMethod):
 
     def check_model(self, config: PreTrainedConfig) -> None:
         shape = ModelShape.of(config)
-        channels = shape.h_kv * shape.d
+        channels = shape.h_kv * shape.unit
         fits = self.bits == 16 or self.backbone == "kcvt" or channels % self.group == 0
         self.require("group", fits, f"a divisor of {channels}, the channels of all KV heads")
 

@@ -87,7 +87,7 @@ class SalientMethod(QuantizationMethod):
             )
 
     def check_model(self, config: Any) -> None:
-        d = ModelShape.of(config).d
+        d = ModelShape.of(config).unit
         self.require(
             "group", self.granularity != "group" or d % self.group == 0, f"a divisor of the head dimension {d}"
         )

@@ -221,7 +221,7 @@ class Session:
         ledger.note_resident(resident)
         new = sequences.shape[1] - (0 if call.ids is None else call.ids.shape[1])
         held = sum(cache.past)  # the last new token was never fed
-        full = 2 * held * shape.n_layers * shape.h_kv * shape.d * self.model.dtype.itemsize
+        full = held * shape.n_layers * shape.token * self.model.dtype.itemsize
         return Report(
             method=self.method.name,
             budget=None if self.method.ignores_budget else str(self.method.budget),

@@ -17,6 +17,8 @@ def attend_packed(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[
     if described is None:
         return None
     runs, (k, v) = described
+    if len({stream.tail.shape[3] for stream in (store.k, store.v) if stream.tail is not None}) > 1:  # latent attention
+        return None
     exact, shifts = [], []
     for stream in (store.k, store.v):
         assert stream.tail is not None

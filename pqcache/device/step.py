@@ -21,6 +21,8 @@ def substitute_for(parts: StepParts | None) -> Substitute | None:
     """What does a layer's decode steps in its place; None: the layer does them itself."""
     if parts is None or type(parts.store) is not ResidentStore or parts.store.k is None:
         return None
+    if len({buffer.data.shape[3] for buffer in parts.store.buffers}) > 1:  # latent attention
+        return None
     return DeviceStep(parts)
 
 

@@ -23,7 +23,7 @@ Attended at a step are positions < sinks, the positions listed, the last `local`
 import hashlib
 import json
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -99,7 +99,7 @@ class TraceRecorder(Watcher):
         self.header = {
             "prompt_sha256": prompt_hash(cache.token_ids[0], cache.prompt_lengths[0]),
             "prompt_tokens": cache.prompt_lengths[0],
-            "geometry": {"n_layers": shape.n_layers, "h": shape.h, "h_kv": shape.h_kv, "d": shape.d},
+            "geometry": {key: value for key, value in asdict(shape).items() if key != "d_v" or value != shape.d},
         }
 
     def save(self, path: Path) -> None:

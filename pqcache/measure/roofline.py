@@ -92,7 +92,7 @@ class Bound:
 def bound(model: PreTrainedModel, run: GenerationResult, limits: Ceilings, batch: int = 1) -> Bound:
     """The bound of one run's mean decode step. batch: rows of the run, whose attended tokens are a mean over them."""
     shape = ModelShape.of(model.config.get_text_config(decoder=True))
-    token = 2 * shape.h_kv * shape.d * model.dtype.itemsize * shape.n_layers
+    token = shape.token * model.dtype.itemsize * shape.n_layers
     missed = run.bytes_per_step["selection"] + run.bytes_per_step["demand_fetch"]
     attended = batch * (run.attended_tokens_all_layers or 0.0) * token
     return Bound(weight_bytes(model) / limits.memory, missed / limits.link, attended / limits.memory)

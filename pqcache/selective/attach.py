@@ -186,7 +186,8 @@ class Hooks:
         if not (caches := caches_of(kwargs)):
             return
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        positions, (cos, sin) = kwargs.get("position_ids"), kwargs["position_embeddings"]
+        positions, turn = kwargs.get("position_ids"), kwargs["position_embeddings"]
+        cos, sin = (turn.real, turn.imag) if isinstance(turn, torch.Tensor) else turn  # DeepSeek V2 has cos + i sin
         rows = [len(hidden)] if len(caches) == 1 else [len(cache.past) for cache in caches]
         index: int = module.layer_idx  # type: ignore[assignment]
         contexts, start = [], 0

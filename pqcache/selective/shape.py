@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,22 +17,39 @@ class NotApplicable(ValueError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """n_layers transformer layers of h query heads and h_kv KV heads of dimension d."""
+    """n_layers transformer layers of h query heads and h_kv KV heads of dimension d, values of dimension d_v.
+
+    Of latent (MLA) attention: the heads that K and V are expanded to, which is what the attention function gets.
+    """
 
     n_layers: int
     h: int
     h_kv: int
     d: int
+    d_v: int = 0  # 0: as d
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "d_v", self.d_v or self.d)
 
     @property
     def group(self) -> int:
         """Query heads per KV head."""
         return self.h // self.h_kv
 
+    @property
+    def token(self) -> int:
+        """Numbers in one token's K and V in one layer."""
+        return self.h_kv * (self.d + self.d_v)
+
+    @property
+    def unit(self) -> int:
+        """What groups of channels must divide: the dimension of a head, of keys and of values."""
+        return math.gcd(self.d, self.d_v)
+
     def check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Raise ValueError unless q is (n, h, t, d), k and v (n, h_kv, t, d): kernels would read beyond them."""
+        """Raise ValueError unless q is (n, h, t, d), k (n, h_kv, t, d), v (n, h_kv, t, d_v): kernels would read beyond them."""
         heads = [(x.shape[1], x.shape[3]) for x in (q, k, v)]
-        if heads != [(self.h, self.d), (self.h_kv, self.d), (self.h_kv, self.d)]:
+        if heads != [(self.h, self.d), (self.h_kv, self.d), (self.h_kv, self.d_v)]:
             shown = ", ".join(f"{name} {count} x {width}" for name, (count, width) in zip("qkv", heads, strict=True))
             raise ValueError(
                 f"heads of {shown}: the model's configuration says {self.h} query heads and {self.h_kv} KV heads of {self.d}"
@@ -40,5 +58,8 @@ class ModelShape:
     @classmethod
     def of(cls, config: PreTrainedConfig) -> ModelShape:
         h = config.num_attention_heads
+        if getattr(config, "kv_lora_rank", None):
+            width = config.qk_nope_head_dim + config.qk_rope_head_dim
+            return cls(config.num_hidden_layers, h, h, width, config.v_head_dim)
         d = getattr(config, "head_dim", None) or config.hidden_size // h
         return cls(config.num_hidden_layers, h, getattr(config, "num_key_value_heads", None) or h, d)

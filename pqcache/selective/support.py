@@ -18,7 +18,7 @@ KERNELS = ("torch", "auto")  # what computes decode steps on a CUDA device
 
 # Configuration fields whose presence means attention that softmax(q k) v over a subset does not reproduce.
 _REFUSED = {
-    "kv_lora_rank": "latent (MLA) attention",
+    "index_topk": "an indexer that selects what each query attends to",
     "attention_chunk_size": "chunked attention",
     "num_kv_shared_layers": "layers that share their KV cache",
 }
@@ -34,6 +34,7 @@ _FAMILIES = {
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATE),
     "falcon_h1": "state-space layers beside attention",
     "diffllama": "differential attention",
+    "mimo_v2_flash": "layers that differ in their number of KV heads",
     "doge": "masks that its layers compute",
 }
 _WITH_CACHE = {"full_attention", "sliding_attention"}  # the kinds of layers that have an ordinary KV cache
@@ -65,6 +66,8 @@ def check_rotated(config: PreTrainedConfig, what: str) -> None:
     what: names the method or the option in the message.
     """
     rotates = getattr(config, "no_rope_layers", None)  # SmolLM 3: 1 where a layer does
+    if getattr(config, "kv_lora_rank", None):
+        raise NotApplicable(f"{what}: rotates keys or queries itself, and latent attention rotates a part of a head")
     some = rotates is not None and not all(rotates)
     if some or config.model_type == "cohere2" or (config.model_type == "exaone4" and config.sliding_window is not None):
         raise NotApplicable(f"{what}: rotates keys or queries itself, and some layers of {config.model_type} do not")

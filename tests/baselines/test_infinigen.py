@@ -302,7 +302,7 @@ def test_nothing_speculated_or_prepared_is_an_error(llama: PreTrainedModel) -> N
 def test_the_released_choice_is_per_query_head() -> None:
     """Two query heads of a group with 3 and 1 tokens near their best: 2 of each, its own."""
     index = SpeculativeIndex(InfiniGen(protocol="release", budget=Budget(ratio=0.5)))
-    index.layer = SimpleNamespace(shape=ModelShape(n_layers=4, h=2, h_kv=1, d=2))
+    index.layer = SimpleNamespace(shape=ModelShape(n_layers=4, h=2, h_kv=1, d=2), scaling=1.0)
     logits = torch.tensor([[[9.0, 8.0, 7.0, 1.0, 0.0, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0, 20.0]]])
     chosen = index.pick(logits, Candidates(0, [6], [3], [7]))
     assert chosen.indices.tolist() == [[[0, 1, -1], [4, 5, -1]]]

@@ -98,7 +98,7 @@ def cache_bytes(
     """(bytes on the device, bytes in host memory, whether they are exact) of the method's cache after prompt and answer."""
     shape = ModelShape.of(config.get_text_config(decoder=True))
     tokens = prompt_tokens + new_tokens
-    kept = 2 * shape.h_kv * shape.d * getattr(torch, dtype).itemsize  # K and V of a token
+    kept = shape.token * getattr(torch, dtype).itemsize  # K and V of a token
     whole = kept * round_up(tokens)
     dense = min(shape.n_layers, 0 if method is None else method.dense_layers or 0)
     rest = range(dense, shape.n_layers)

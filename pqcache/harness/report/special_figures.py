@@ -261,7 +261,7 @@ def _memory(request: FigureRequest, block: pd.DataFrame) -> float:
 
 def token_bytes(shape: ModelShape) -> int:
     """Bytes of one token's K and V in all layers, 16 bits a number."""
-    return 2 * shape.n_layers * shape.h_kv * shape.d * 2
+    return 2 * shape.n_layers * shape.token
 
 
 def measured_gib(row: Row, shape: ModelShape) -> float:

@@ -44,7 +44,7 @@ def prefill_bytes(config: PreTrainedConfig, tokens: int, dtype: str, attn: str =
 def kept_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     """K and V of `tokens` tokens in all layers."""
     shape = ModelShape.of(config.get_text_config(decoder=True))
-    return 2 * shape.n_layers * shape.h_kv * shape.d * tokens * getattr(torch, dtype).itemsize
+    return shape.n_layers * shape.token * tokens * getattr(torch, dtype).itemsize
 
 
 def fitting_chunk(config: PreTrainedConfig, tokens: int, free: int, dtype: str) -> int | None:

@@ -57,7 +57,7 @@ def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     """What `record` holds of a prompt: about 30 GB for 32 layers of 4096 channels at 32K in 16 bits."""
     text = config.get_text_config(decoder=True)
     shape = ModelShape.of(text)
-    token = 2 * shape.h * shape.d + 2 * shape.h_kv * shape.d + text.hidden_size  # q and output, k and v, input
+    token = shape.h * (shape.d + shape.d_v) + shape.token + text.hidden_size  # q and output, k and v, input
     return int(shape.n_layers * tokens * token * getattr(torch, dtype).itemsize)
 
 

@@ -224,10 +224,11 @@ def _regular(codes: Codes, keys: bool) -> bool:
 
 
 def serves(q: torch.Tensor, run: Run) -> bool:
-    """Whether `attend_codes` reads this run: fp32 queries, layouts of the usual kind."""
+    """Whether `attend_codes` reads this run: fp32 queries, K and V of one head dimension, layouts of the usual kind."""
     if run.v.outliers is not None and any(len(set(counts)) > 1 for counts in run.counts):
         return False
-    return q.dtype == torch.float32 and _regular(run.k, True) and _regular(run.v, False)
+    usual = q.dtype == torch.float32 and run.k.d == run.v.d
+    return usual and _regular(run.k, True) and _regular(run.v, False)
 
 
 def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndarray, np.ndarray]:
