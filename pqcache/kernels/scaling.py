@@ -41,6 +41,15 @@ def is_plain(scaling: float) -> bool:
     return cap_of(scaling) is None and sinks_of(scaling) is None
 
 
+def described(scaling: float) -> dict[str, str]:
+    """What a row says of a model whose softmax is not the plain one; empty for the others."""
+    if cap_of(scaling) is not None:
+        return {"softmax": f"scores capped at {cap_of(scaling):g}: attention by plain torch"}
+    return (
+        {} if is_plain(scaling) else {"softmax": "attention sinks: prompts by plain torch, decode steps by CPU kernels"}
+    )
+
+
 def capped(logits: torch.Tensor, scaling: float) -> torch.Tensor:
     """Scaled logits under the model's cap."""
     cap = cap_of(scaling)

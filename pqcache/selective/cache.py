@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
-from pqcache.kernels.scaling import is_plain
+from pqcache.kernels.scaling import described, is_plain
 from pqcache.selective.layer import LayerContext, Request, SelectiveLayer, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
@@ -246,6 +246,7 @@ class SelectiveCache(Request):
         self._substituted = False
         if step.ends_prompt:
             self._announced = False
+            self.ledger.facts |= described(self.layers[-1].scaling)
             self.note_resident()
 
     def note_step(self) -> None:

@@ -159,7 +159,7 @@ class Row(TypedDict):
     # allowed_tokens, what the budget gives for the prompt, or at each step (budget_rule), of methods that spend it on tokens.
     # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum.
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
-    # whose answer differs
+    # whose answer differs. softmax: what computes a model with soft-capped scores or attention sinks; absent for other models
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
