@@ -188,7 +188,7 @@ class Case(Subject):
     @property
     def rotates(self) -> bool:
         """It rotates keys or queries itself, which does not apply to latent attention."""
-        return self.name in ("infllm", "infinigen", "expected_attention") or "rolling" in self.hyper.values()
+        return self.name in ("infllm", "infinigen", "expected_attention", "shadowkv") or "rolling" in self.hyper.values()
 
     @property
     def whole_chunks(self) -> bool:
