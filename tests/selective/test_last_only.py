@@ -29,7 +29,7 @@ def rows_of(model: PreTrainedModel) -> Iterator[list[list[int]]]:
     """Rows that each layer's output projection and MLP were given, pass by pass."""
     seen: list[list[int]] = [[] for _ in model.get_decoder().layers]
     hooks = [
-        module.register_forward_hook(lambda _, args, out, rows=rows: rows.append(out.shape[1]))
+        module.register_forward_hook(lambda _, args, out, rows=rows: rows.append(args[0].shape[1]))
         for rows, layer in zip(seen, model.get_decoder().layers, strict=True)
         for module in (layer.self_attn.o_proj, layer.mlp)
     ]
