@@ -46,6 +46,13 @@ def test_products_are_unbiased(codec: BufferCodec, variance: float) -> None:
     assert error.square().mean() * D == pytest.approx(variance, rel=0.2)
 
 
+def test_bytes_of_a_token() -> None:
+    """Codes and norm; with a sketch a bit less per number, its sign, and the residual's norm."""
+    for codec, each in ((TurboCodec(4), [D // 2, 2]), (TurboCodec(4, True), [D * 3 // 8, 2, D // 8, 2])):
+        decoded(codec)
+        assert [part[0, 0, 0].numel() * part.element_size() for part in codec.tensors()[: len(each)]] == each
+
+
 def test_without_a_sketch_one_bit_is_too_small_by_two_over_pi() -> None:
     x, _, got = decoded(TurboCodec(1))
     assert (got * x).sum(-1).mean() == pytest.approx(2 / torch.pi, rel=0.01)

@@ -90,6 +90,11 @@ WORKED = {
         CodedKeys(store="host", budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN,
         index={"device": 8704 * 8 * (64 + 4)},
     ),
+    # a bit per number and a factor per key; the mean key, and a rotation in fp32
+    "coded_keys-rabitq": Worked(
+        CodedKeys(store="host", code="rabitq", budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN,
+        index={"device": 8704 * 8 * (16 + 2) + 8 * 128 * 2 + 128 * 128 * 4},
+    ),
     "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 6.40, 1639, index={"device": PARTIAL}),
     # every key crosses: 16 MiB
     "oracle": Worked(Oracle(store="host", budget=FIFTH), 816, 3.19, 1665, (S + 1 - 32) * 2048, prefill=8160 * TOKEN),
