@@ -7,6 +7,7 @@
     python run.py experiment=demo plan=true                                 what it would do, need and take; run nothing
     python run.py report=results/runs                                       one HTML file of rows that are there
     python run.py tables=results/runs rows=method columns=budget            tables of them
+    python run.py advise=results/runs memory=0.25 quality=-2                which methods stay within limits
     python run.py list=methods                                              what there is; also tasks, models, experiments
     python run.py explain=method.m                                          what an option or a name means
     python run.py --help                                                    every key with its meaning

@@ -3,6 +3,7 @@
 in a clone             in an installation        what it is
 configs/               pqcache/_configs/         the configuration files of the command
 results/published/     pqcache/_published/       the papers' tables
+results/reference/     pqcache/_reference/       the rows that this project measured
 baselines/             pqcache/_baselines/       the methods other than PQCache
 
 setup.py puts them there, so that an installation adds one name to an environment: pqcache. `baselines.full` in this project's
@@ -20,6 +21,7 @@ INSTALLED = (PACKAGE / "_configs").is_dir()
 
 CONFIGS = PACKAGE / "_configs" if INSTALLED else ROOT / "configs"
 PUBLISHED = PACKAGE / "_published" if INSTALLED else ROOT / "results" / "published"
+REFERENCE = PACKAGE / "_reference" if INSTALLED else ROOT / "results" / "reference"
 BASELINES = PACKAGE / "_baselines" if INSTALLED else ROOT / "baselines"
 COMMAND = "pqcache" if INSTALLED else "python run.py"  # what a user types
 

@@ -57,8 +57,8 @@ def main(argv: list[str]) -> int:
 
 
 def of_folders(argv: list[str]) -> bool:
-    """Whether a command line reads rows: report= and tables=."""
-    return any(word.startswith(("report=", "tables=")) for word in argv)
+    """Whether a command line reads rows: report=, tables= and advise=."""
+    return any(word.startswith(("report=", "tables=", "advise=")) for word in argv)
 
 
 def asks(argv: list[str]) -> bool:

@@ -39,8 +39,10 @@ def project(repo: Path, section: str, tmp_path_factory: pytest.TempPathFactory) 
         else:
             shutil.copy(repo / name, copy / name)
     shutil.copytree(repo / "results" / "published", copy / "results" / "published")
-    (file,) = re.findall(r"Write `(baselines/\w+\.py)`", section)
-    (copy / file).write_text(code_block(section, "python"))
+    (file,) = re.findall(r"Move the file to `(baselines/\w+\.py)`", section)
+    (name,) = re.findall(r"write `(name = .+?)` into the class", section)
+    first = "    n_sink: int"
+    (copy / file).write_text(code_block(section, "python").replace(first, f"    {name}\n{first}", 1))
     (entry,) = re.findall(r"`METHODS` in `pqcache/registry\.py`: `(.+)`$", section, re.MULTILINE)
     table = (copy / "pqcache" / "registry.py").read_text()
     (copy / "pqcache" / "registry.py").write_text(table.replace("\n}\n", f"\n    {entry}\n}}\n", 1))
@@ -49,9 +51,9 @@ def project(repo: Path, section: str, tmp_path_factory: pytest.TempPathFactory) 
     return copy
 
 
-def shell(folder: Path, *command: str) -> str:
-    """What a command prints that is run in `folder`, which must succeed."""
-    environment = {**os.environ, "PYTHONPATH": str(folder)}
+def shell(folder: Path, *command: str, root: Path | None = None) -> str:
+    """What a command prints that is run in `folder`, which must succeed. root: of the project, where it is another folder."""
+    environment = {**os.environ, "PYTHONPATH": str(root or folder)}
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=environment)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
@@ -74,13 +76,17 @@ def test_the_example_has_a_yaml_with_every_option(project: Path) -> None:
 
 @pytest.mark.rest
 @pytest.mark.timeout(900)
-def test_its_command_gives_a_score_above_zero(project: Path, section: str, tmp_path: Path) -> None:
-    shell(project, *python(code_block(section, "")), f"out={tmp_path}", "wandb=disabled")
+def test_its_command_gives_a_score_above_zero(repo: Path, section: str, tmp_path: Path) -> None:
+    """In a folder that has nothing but the method's file."""
+    (tmp_path / "keynorm.py").write_text(code_block(section, "python"))
+    command = code_block(section, "").replace("run.py", str(repo / "run.py"), 1)
+    shell(tmp_path, *python(command), f"out={tmp_path}", "wandb=disabled", root=repo)
     rows = {row["method"]: row for path in tmp_path.rglob("row.json") if (row := read_row(path)) is not None}
-    assert rows.keys() == {"full", "keynorm"}
-    assert rows["keynorm"]["score"] > 0
-    assert rows["keynorm"]["attended_tokens"] < rows["full"]["attended_tokens"]
-    assert rows["keynorm"]["resident_bytes"]["device"] < rows["full"]["resident_bytes"]["device"]
+    assert rows.keys() == {"full", "keynorm:KeyNorm"}
+    own = rows["keynorm:KeyNorm"]
+    assert own["score"] > 0
+    assert own["attended_tokens"] < rows["full"]["attended_tokens"]
+    assert own["resident_bytes"]["device"] < rows["full"]["resident_bytes"]["device"]
 
 
 @pytest.mark.rest

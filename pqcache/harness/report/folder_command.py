@@ -2,6 +2,7 @@
 
 python run.py report=<folder> [out=<folder>]                                                    one HTML file
 python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]  Markdown, LaTeX, CSV, PNG
+python run.py advise=<folder, or a model> [memory=0.25] [quality=-2]                             which methods stay within limits
 """
 
 from collections.abc import Sequence
@@ -13,13 +14,20 @@ from pqcache.harness.report.rows import Row, rows_or_refused
 from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
 
-TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out")}  # command -> what else it takes
+# command -> what else it takes
+TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out"), "advise": ("memory", "quality")}
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 
 
 def answer(argv: Sequence[str]) -> int:
     """Do what such a command line asks for. Raises Refused."""
     command, options = _read(argv)
+    if command == "advise":
+        from pqcache.harness.report import advise
+
+        limits = (options.get(key, str(default)) for key, default in advise.DEFAULTS.items())
+        print(printable(advise.advice(options[command], *limits)))
+        return 0
     folder = Path(options[command]).expanduser()
     rows: list[Row] = []
     if command != "report" or not any(folder.rglob("status.json")):  # a page also shows cells that failed
@@ -59,7 +67,8 @@ def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         if key not in (*takes, *commands):
             errors.append(f"{one_line(key)[:60]}: {command}=<folder> runs nothing; {suggestion(key, takes)}")
         elif not value.strip():
-            errors.append(f"{key}=: must {'name a folder' if key in (command, 'out') else 'list names'}")
+            what = {"out": "name a folder", command: "name a folder", "memory": "be a number", "quality": "be a number"}
+            errors.append(f"{key}=: must {what.get(key, 'list names')}")
     if errors:
         raise Refused(errors)
     return command, options
