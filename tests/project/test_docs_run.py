@@ -95,7 +95,7 @@ class Reader:
         if not words or "--help" in words or command_line.asks(words):
             return words
         if command_line.of_folders(words):
-            return [*words, f"out={self.out}"]
+            return words if words[0].startswith("advise=") else [*words, f"out={self.out}"]
         task = compose_all(words, run.CONFIGS).composed[0].config["task"]["name"]
         keys = {word.partition("=")[0]: word.partition("=")[2] for word in words}
         added = [*SHORT[task].split(), *FEW.get(keys.get("experiment", ""), "").split()]
