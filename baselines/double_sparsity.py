@@ -28,7 +28,7 @@ from torch import nn
 
 from baselines.coded_keys import CodedKeyIndex
 from pqcache.fields import added
-from pqcache.selective.attach import attention_modules
+from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import per_head, top_tokens
@@ -167,7 +167,7 @@ class DoubleSparsity(RetrievalMethod):
         self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (H, r)
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
-        modules = attention_modules(model)
+        modules = served_modules(model)
         if self.budget.is_everything or (text is None and all(module in self.channels for module in modules)):
             return
         calibration = Calibration(self.name, self.calibration_tokens, (2,))

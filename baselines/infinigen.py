@@ -35,7 +35,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from pqcache.kernels.scaling import capped
-from pqcache.selective.attach import attention_modules
+from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
 from pqcache.selective.group import group_reduce, top_tokens
@@ -43,10 +43,11 @@ from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.rope import project_query, rotate
+from pqcache.selective.rope import project_query, rotate, tables
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import check_rotated
 from pqcache.store.buffer import Buffer
+from pqcache.store.transfer import table
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -154,7 +155,10 @@ class SpeculativeIndex(Index):
         if ctx.step.decode and self.partial is not None:
             module: Any = ctx.modules[self.layer.layer_idx]
             query = project_query(module, ctx.hidden)  # on this layer's device
-            q = rotate(module, query, ctx.cos.to(query.device), ctx.sin.to(query.device))
+            angles = ctx.cos, ctx.sin
+            if ctx.rotary_ahead not in (None, ctx.rotary):  # the layer before is of another kind
+                angles = tables(ctx.rotary_ahead, query, table(ctx.step.past, query.device)[:, None])
+            q = rotate(module, query, *(x.to(query.device) for x in angles))
             self.speculate(q, getattr(module, "scaling", q.shape[-1] ** -0.5))
 
     def speculate(self, q: torch.Tensor, scaling: float) -> None:
@@ -267,7 +271,7 @@ class InfiniGen(RetrievalMethod):
             check_rotated(config.get_text_config(decoder=True), "infinigen")
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
-        modules = attention_modules(model)
+        modules = served_modules(model)
         if self.budget.is_everything or (text is None and all(module in self.bases for module in modules)):
             return
         calibration = Calibration("infinigen", self.calibration_tokens, (_FORMAT, self.skew))

@@ -28,11 +28,14 @@ import pqcache
 from pqcache.api.drive import SMALL
 from pqcache.registry import method_class
 from pqcache.selective.attach import check_config
+from pqcache.selective.shape import windows
 from pqcache.selective.support import sliding_window
 
 TEMPLATE = Path(__file__).with_name("architectures.txt")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
 HEADS = {"head_dim": 16}
+# windows of a third of the prompt in some layers
+MIXED = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
 EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 LATENT = {
     "num_key_value_heads": 4,
@@ -78,7 +81,7 @@ def families() -> tuple[Family, ...]:
         for kind, options in each.items():
             models = options.pop("models")
             own: dict[str, Any] = {}
-            for name, more in (("heads", HEADS), ("experts", EXPERTS), ("latent", LATENT)):
+            for name, more in (("heads", HEADS), ("experts", EXPERTS), ("latent", LATENT), ("mixed", MIXED)):
                 own |= more if options.pop(name, False) else {}
             found.append(Family(kind, models, own | options, part == "small"))
     return tuple(found)
@@ -123,7 +126,10 @@ def attempt(family: Family) -> Trial:
         if weight.ndim > 1:  # else attention, and so what a method does, hardly matters
             weight.data *= SCALE
     stock = answer(model)
-    trial.note = "up to the length of its sliding window" if sliding_window(config.get_text_config()) else ""
+    if sliding_window(config.get_text_config()):
+        trial.note = "up to the length of its sliding window"
+    elif any(windows(config.get_text_config())):
+        trial.note = "its layers of full attention"
     for name, options in METHODS.items():
         trial.methods[name] = _under(model, name, options, stock)
     return trial

@@ -10,6 +10,7 @@ from pqcache.naming import suggestion
 from pqcache.registry import METHODS, is_known, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.attach import attention_modules
+from pqcache.selective.shape import served
 from pqcache.selective.support import check_architecture
 
 COMMON = frozenset(f.name for f in fields(Method))  # fields of every method: parameters of `use`
@@ -71,9 +72,9 @@ def make_method(
         "protocol": protocol,
     }
     method = cls(**typed, **common)
-    layers = model.config.get_text_config(decoder=True).num_hidden_layers
+    layers = len(served(model.config.get_text_config(decoder=True)))
     if method.dense_layers is not None and method.dense_layers > layers:
-        raise ValueError(f"dense_layers={method.dense_layers}: the model has {layers} layers")
+        raise ValueError(f"dense_layers={method.dense_layers}: the model has {layers} layers that a method serves")
     return method
 
 

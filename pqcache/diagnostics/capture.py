@@ -55,13 +55,13 @@ def rerun(
         layer, step = cache.layers[recorded.layer_idx], recorded.step
         ctx: Any = replace(recorded, cache=cache, step=replace(step, masks={}))
         ctx.scaling = recorded.scaling
-        if recorded.layer_idx == 0:
+        if recorded.layer_idx == cache.served[0].model_idx:
             cache.past, cache.step, cache.ledger.decoding = step.past, ctx.step, step.decode
         ctx.step = cache.step
         layer.columns += call.q.shape[2]
         cache.enter_layer(ctx)
         layer.attend(call.q, call.k, call.v, None, ctx)
-        if index + 1 == len(capture.calls) or capture.calls[index + 1].ctx.layer_idx == 0:
+        if index + 1 == len(capture.calls) or capture.calls[index + 1].ctx.layer_idx == cache.served[0].model_idx:
             cache.close_forward()
     return cache
 

@@ -39,6 +39,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pqcache.kernels.scaling import Scaling
 from pqcache.selective.cache import Joint, SelectiveCache
 from pqcache.selective.layer import LayerContext
+from pqcache.selective.shape import served
 from pqcache.selective.support import CLOSED, check_architecture, dense_attention
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
@@ -53,11 +54,15 @@ def selective_mask(*args: Any, **kwargs: Any) -> torch.Tensor | None:
 
     - For one query, which attends to everything. transformers builds a mask of ones whenever it may not look at tensors, as
       while a step is recorded.
-    - For a SelectiveCache, whose layers know what each query of a block sees.
+    - For a SelectiveCache, whose layers know what each query of a block sees. The causal mask then says what is padding, also for
+      layers with a sliding window.
     """
-    plain = kwargs.get("mask_function", causal_mask_function) is causal_mask_function
-    if kwargs.get("attention_mask") is None and plain and (kwargs.get("q_length") == 1 or _ours.get()):
+    ours = _ours.get()
+    plain = ours or kwargs.get("mask_function", causal_mask_function) is causal_mask_function
+    if kwargs.get("attention_mask") is None and plain and (ours or kwargs.get("q_length") == 1):
         return None
+    if ours:
+        kwargs |= {"mask_function": causal_mask_function, "local_size": None}
     return sdpa_mask(*args, **kwargs)
 
 
@@ -102,6 +107,18 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     return modules  # type: ignore[return-value]
 
 
+def served_modules(model: PreTrainedModel) -> list[nn.Module]:
+    """Those of the layers that a method serves."""
+    modules = attention_modules(model)
+    return [modules[place] for place in served(model.config.get_text_config(decoder=True))]
+
+
+def kind_of(config: PreTrainedConfig, attention: nn.Module) -> str:
+    """The type of an attention module's layer."""
+    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
+    return kinds[attention.layer_idx] if kinds else ""
+
+
 def check_config(config: PreTrainedConfig) -> None:
     """Raise ValueError, one line, if models of this configuration are refused, before any weights are loaded.
 
@@ -142,8 +159,11 @@ class Hooks:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
-        self.modules = attention_modules(model)
-        self.rotary = [rotary_of(model.get_decoder(), module) for module in self.modules]
+        self.modules, self.served = attention_modules(model), served_modules(model)
+        kinds: dict[str, Any] = {}  # one object each, so that two layers of one kind have the same
+        for module in self.modules:
+            kinds.setdefault(kind_of(model.config, module), rotary_of(model.get_decoder(), module))
+        self.rotary = [kinds[kind_of(model.config, module)] for module in self.modules]
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
@@ -202,8 +222,9 @@ class Hooks:
                     cos=cos if len(cos) == 1 else cos[own],
                     sin=sin if len(sin) == 1 else sin[own],
                     position_ids=positions if positions is None or len(positions) == 1 else positions[own],
-                    modules=self.modules,
+                    modules=self.served,
                     rotary=self.rotary[index],
+                    rotary_ahead=self.rotary[min(index + 1, len(self.rotary) - 1)],
                     step=cache.step or cache.plan_step(n, hidden.shape[1], kwargs.get("attention_mask")),
                     last_only=cache.last_only and index == len(self.modules) - 1,
                 )

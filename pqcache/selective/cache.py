@@ -13,7 +13,8 @@ from pqcache.selective.layer import LayerContext, Request, SelectiveLayer, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape, NotApplicable, served, windows
+from pqcache.selective.sliding import SlidingLayer
 from pqcache.selective.support import accelerator, attention_kernel, check_architecture, sliding_window
 from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
@@ -62,7 +63,11 @@ class SelectiveCache(Request):
         self.accelerator = accelerator(kernels, device, getattr(model, "dtype", None))
         self.ledger = Ledger()
         self.observers, self.watchers = [], []
-        super().__init__(layers=method.layers(self.shape))
+        self.served = method.layers(self.shape)  # the others keep their sliding window
+        layers = [SlidingLayer(i, self.shape, window or 0) for i, window in enumerate(windows(config))]
+        for place, layer in zip(served(config), self.served, strict=True):
+            layers[place], layer.model_idx = layer, place
+        super().__init__(layers=layers)
         for layer in self.layers:
             layer.owner = weakref.ref(self)
         self._checking = [layer for layer in self.layers if type(layer).check_step is not SelectiveLayer.check_step]
@@ -135,7 +140,8 @@ class SelectiveCache(Request):
     def check_window(self, tokens: int) -> None:
         if self.window is not None and tokens > self.window:
             raise NotApplicable(
-                f"{tokens} tokens exceed the model's sliding window of {self.window}: its layers would need their own masks"
+                f"{tokens} tokens exceed the model's sliding window of {self.window}: all its layers slide, and a method serves"
+                " layers of full attention"
             )
 
     # -- one forward pass (called by attach) ------------------------------------------------------------------------
@@ -319,8 +325,13 @@ class SelectiveCache(Request):
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def resident_bytes(self) -> dict[str, int]:
-        """Tier -> bytes of all state kept between steps, each storage once, buffer capacity included."""
-        return {tier: unique_bytes(tensors) for tier, tensors in joined(*map(_kept, self.layers)).items()}
+        """Tier -> bytes of all state that the served layers keep between steps, each storage once, buffer capacity included."""
+        return {tier: unique_bytes(tensors) for tier, tensors in joined(*map(_kept, self.served)).items()}
+
+    def other_bytes(self) -> int:
+        """Bytes of the layers that the method does not serve: their sliding windows."""
+        others = [layer for layer in self.layers if layer not in self.served]
+        return sum(unique_bytes(tensors) for tensors in joined(*map(_kept, others)).values())
 
     def content_by_tier(self) -> dict[str, int]:
         """Tier -> resident bytes without the slack of buffers, which grow in steps of many tokens.
@@ -328,7 +339,7 @@ class SelectiveCache(Request):
         `resident_bytes` is what was allocated, which at short prompts depends on that step; this is what a method needs.
         """
         content = self.resident_bytes()
-        buffers = {id(buffer): (layer, buffer) for layer in self.layers for buffer in _buffers(layer) if buffer.slack}
+        buffers = {id(buffer): (layer, buffer) for layer in self.served for buffer in _buffers(layer) if buffer.slack}
         for layer, buffer in buffers.values():
             place = buffer.data.untyped_storage().data_ptr()
             for tier, tensors in _kept(layer).items():

@@ -74,17 +74,18 @@ class Step:
 class LayerContext:
     """The inputs of one call of an attention module; filled by the forward pre-hook."""
 
-    layer_idx: int
+    layer_idx: int  # among all layers of the model
     module: nn.Module
     cache: Request
     hidden: torch.Tensor  # (n, t, D), after the layer's input norm
     cos: torch.Tensor  # (1 or n, t, rotary)
     sin: torch.Tensor
     position_ids: torch.Tensor | None  # (1 or n, t)
-    modules: list[nn.Module]  # the attention modules of all layers, for speculation one layer ahead
+    modules: list[nn.Module]  # the attention modules of the served layers, for speculation one layer ahead
     # the model's rotary embedding: cos, sin for other positions
     rotary: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     step: Step  # what this forward pass is
+    rotary_ahead: Callable[..., tuple[torch.Tensor, torch.Tensor]] | None = None  # that of the next layer
     last_only: bool = False  # the last layer of a pass for the last token's logits: no other row is used
     recorded: bool = False  # the block's exact attention was computed before; see shared_prefill.py
     # of a recorded prompt: what one of the methods that are fed has computed for the others, by name
@@ -118,7 +119,9 @@ class WatchedCall:
 
 
 class Watcher:
-    """Sees every attention of every layer and changes nothing: for diagnostics. Put it into `cache.watchers`."""
+    """Sees every attention of every served layer and changes nothing: for diagnostics. Put it into `cache.watchers`."""
+
+    every_layer = False  # those with a sliding window, too
 
     def watch(self, call: WatchedCall) -> None:
         """Called after each `attend`."""
@@ -138,7 +141,8 @@ class SelectiveLayer(CacheLayerMixin):
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
-        self.layer_idx = layer_idx
+        self.layer_idx = layer_idx  # among the layers that the method serves
+        self.model_idx = layer_idx  # among all layers of the model; set by the cache
         self.shape = shape  # of what is stored
         self.model_shape = shape  # of what the model hands over
         self.scaling = 1.0  # of the last call, see LayerContext
@@ -252,7 +256,7 @@ class SelectiveLayer(CacheLayerMixin):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         cache = None if self.owner is None else self.owner()
         assert cache is not None
-        if cache.bound != self.layer_idx:
+        if cache.bound != self.model_idx:
             raise RuntimeError(
                 "a SelectiveCache works inside `with attach(model):` only; outside, attention would see one block"
             )

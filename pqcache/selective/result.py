@@ -66,6 +66,14 @@ def allowed_tokens(method: Method, prompt: int, steps: int) -> float:
     return fmean(method.budget.total(prompt + step) for step in range(steps))
 
 
+def _layers(cache: SelectiveCache) -> dict[str, int]:
+    """How many layers the method serves, of a model where it does not serve all, and the bytes of the others."""
+    if len(cache.served) == len(cache.layers):
+        return {}
+    counts = {"served_layers": len(cache.served), "model_layers": len(cache.layers)}
+    return {**counts, "other_layers_bytes": cache.other_bytes()}
+
+
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
     """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
@@ -89,6 +97,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         bytes_per_step=ledger.bytes_per_step(),
         extra={
             **ledger.reported(),
+            **_layers(cache),
             **({} if ratio is None else {"published_ratio": ratio}),
             "attended_union": ledger.attended(all_layers=False, union=True),
             "context_tokens": ledger.context(),

@@ -15,9 +15,24 @@ class NotApplicable(ValueError):
     """This method cannot run under this budget, model or prompt; nothing was computed."""
 
 
+def windows(config: PreTrainedConfig) -> list[int | None]:
+    """Of each layer, how many of the newest tokens a query sees, its own included; None: all. Of a text model's configuration."""
+    layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
+    if window is None or not getattr(config, "use_sliding_window", True):
+        return [None] * layers
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * layers
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def served(config: PreTrainedConfig) -> list[int]:
+    """The layers that a method serves: those of full attention; all, where every layer slides."""
+    every = windows(config)
+    return [place for place, window in enumerate(every) if window is None] or list(range(len(every)))
+
+
 @dataclass(frozen=True)
 class ModelShape:
-    """n_layers transformer layers of h query heads and h_kv KV heads of dimension d, values of dimension d_v.
+    """n_layers layers that a method serves, of h query heads and h_kv KV heads of dimension d, values of dimension d_v.
 
     Of latent (MLA) attention: the heads that K and V are expanded to, which is what the attention function gets.
     """
@@ -60,6 +75,6 @@ class ModelShape:
         h = config.num_attention_heads
         if getattr(config, "kv_lora_rank", None):
             width = config.qk_nope_head_dim + config.qk_rope_head_dim
-            return cls(config.num_hidden_layers, h, h, width, config.v_head_dim)
+            return cls(len(served(config)), h, h, width, config.v_head_dim)
         d = getattr(config, "head_dim", None) or config.hidden_size // h
-        return cls(config.num_hidden_layers, h, getattr(config, "num_key_value_heads", None) or h, d)
+        return cls(len(served(config)), h, getattr(config, "num_key_value_heads", None) or h, d)

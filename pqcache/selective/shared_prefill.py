@@ -95,6 +95,8 @@ class Prefill:
 
 
 class _Tape(Watcher):
+    every_layer = True
+
     def __init__(self, device: str | None) -> None:
         self.calls: list[Call] = []
         self.device = device
@@ -104,16 +106,20 @@ class _Tape(Watcher):
     def watch(self, call: WatchedCall) -> None:
         ctx, step, k, v, out, q = copy.copy(call.ctx), call.ctx.step, call.k, call.v, call.out, call.q
         if not (step.first and step.ends_prompt):
-            whole = self.parts.setdefault(ctx.layer_idx, [_Whole(axis, self.device) for axis in (2, 1, 1, 1, 1, 1)])
-            blocks = (q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids)
+            whole = self.parts.setdefault(
+                ctx.layer_idx, [_Whole(axis, self.device) for axis in (2, 1, 1, 1, 1, 1, 2, 2)]
+            )
+            passing = isinstance(call.layer, _Passing)  # it holds K and V itself, until the prompt ends
+            kv = (None, None) if passing else (k, v)
+            blocks = (q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, *kv)
             for one, tensor in zip(whole, blocks, strict=True):
                 one.add(tensor, step.past[0], step.final[0])
             if not step.ends_prompt:
                 return
             every: list[Any] = [one.tensor for one in self.parts.pop(ctx.layer_idx)]
-            q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids = every
-            assert isinstance(call.layer, _Passing)
-            k, v = call.layer.give_up()
+            q, out, ctx.hidden, ctx.cos, ctx.sin, ctx.position_ids, k, v = every
+            if isinstance(call.layer, _Passing):
+                k, v = call.layer.give_up()
         ctx.cache = ctx.step = None  # type: ignore[assignment]  # the recording's, which are dropped
         ctx.kept = {}
         made = Call(q, k, v, out, ctx, call.q.device)

@@ -11,7 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from pqcache.kernels.scaling import capped, is_plain, sinks_of, token_share
 from pqcache.selective.attention import attend_exactly
-from pqcache.selective.shape import NotApplicable
+from pqcache.selective.shape import NotApplicable, windows
 
 ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
 KERNELS = ("torch", "auto")  # what computes decode steps on a CUDA device
@@ -94,14 +94,9 @@ def accelerator(kernels: str, device: torch.device, dtype: torch.dtype | None) -
 
 
 def sliding_window(config: PreTrainedConfig) -> int | None:
-    """Tokens up to which every layer of the model is a full-attention layer; None if there is no limit."""
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if kinds is not None and "sliding_attention" not in kinds:
-        return None
-    if not getattr(config, "use_sliding_window", True):
-        return None
-    return window
+    """The window of a model whose layers all slide: up to so many tokens they are layers of full attention. None: no limit."""
+    every = windows(config)
+    return None if None in every else every[0]
 
 
 def standard_probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.selective import ModelShape
 from pqcache.selective.placement import devices
+from pqcache.selective.shape import windows
 
 STEP = 512  # `auto` is a multiple of this
 SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take
@@ -42,9 +43,10 @@ def prefill_bytes(config: PreTrainedConfig, tokens: int, dtype: str, attn: str =
 
 
 def kept_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
-    """K and V of `tokens` tokens in all layers."""
-    shape = ModelShape.of(config.get_text_config(decoder=True))
-    return shape.n_layers * shape.token * tokens * getattr(torch, dtype).itemsize
+    """K and V of `tokens` tokens in all layers, of those with a sliding window at most so many."""
+    text = config.get_text_config(decoder=True)
+    columns = sum(min(tokens, window or tokens) for window in windows(text))
+    return columns * ModelShape.of(text).token * getattr(torch, dtype).itemsize
 
 
 def fitting_chunk(config: PreTrainedConfig, tokens: int, free: int, dtype: str) -> int | None:

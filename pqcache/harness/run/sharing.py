@@ -58,7 +58,7 @@ def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     text = config.get_text_config(decoder=True)
     shape = ModelShape.of(text)
     token = shape.h * (shape.d + shape.d_v) + shape.token + text.hidden_size  # q and output, k and v, input
-    return int(shape.n_layers * tokens * token * getattr(torch, dtype).itemsize)
+    return int(text.num_hidden_layers * tokens * token * getattr(torch, dtype).itemsize)
 
 
 def _beside_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:

@@ -1,0 +1,124 @@
+"""SlidingLayer: a layer whose queries see the newest tokens alone. No method serves it; older tokens are dropped.
+
+In models that mix such layers with layers of full attention (Gemma 3, OLMo 3, EXAONE 4), a method serves the latter.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from pqcache.selective.attention import attend_rows
+from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall
+from pqcache.selective.shape import ModelShape
+from pqcache.selective.support import dense_attention
+
+
+class SlidingLayer(SelectiveLayer):
+    """Keeps the newest `window` columns of K and V, (n, h_kv, at most window, d), and attends to them.
+
+    Column c is in slot c % window: the token that leaves the window makes room for the one that enters. Keys are stored rotated,
+    so their order does not matter.
+    """
+
+    attends_all = True
+
+    def __init__(self, layer_idx: int, shape: ModelShape, window: int) -> None:
+        super().__init__(layer_idx, shape)
+        self.window = window
+        self.clear()
+
+    def clear(self) -> None:
+        self.k: torch.Tensor | None = None
+        self.v: torch.Tensor | None = None
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        out = self.decode(q, k, v, ctx) if ctx.step.decode else self.prefill(q, k, v, mask, ctx)
+        for watcher in ctx.cache.watchers:
+            if watcher.every_layer:
+                watcher.watch(WatchedCall(self, q, k, v, out, ctx))
+        return out
+
+    def prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
+    ) -> torch.Tensor:
+        t = q.shape[2]
+        before = self.columns - t
+        old = min(before, self.window - 1)
+        keys, values = k, v
+        if old:
+            assert self.k is not None and self.v is not None
+            slots = torch.arange(before - old, before, device=k.device) % self.window
+            keys, values = (torch.cat([x[:, :, slots], new], 2) for x, new in ((self.k, k), (self.v, v)))
+        if ctx.recorded:
+            out = ctx.cache.kernel(ctx.module, q, k, v, None, scaling=ctx.scaling, dropout=0.0)[0]
+        else:
+            parts = [self._block(q, keys, values, start, old, ctx) for start in range(0, t, self.window)]
+            out = torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+        self._keep(keys, values, ctx.cache.expected)
+        return out
+
+    def _block(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, old: int, ctx: LayerContext
+    ) -> torch.Tensor:
+        """Attention of at most `window` queries from number `start` on. k, v: `old` columns, then those of all queries."""
+        block = q[:, :, start : start + self.window]
+        end = old + start + block.shape[2]
+        first = max(0, old + start - self.window + 1)  # of the keys that the first query sees
+        query = torch.arange(old + start, end, device=q.device)[:, None]
+        key = torch.arange(first, end, device=q.device)
+        seen = (key <= query) & (key > query - self.window)
+        pads = [pad - (self.columns - k.shape[2]) for pad in self._pads(ctx)]  # counted as the keys are
+        if max(pads) > first:  # padding sees itself: a row of nothing has no softmax
+            real = key >= torch.tensor(pads, device=q.device)[:, None, None]
+            seen = (seen & real | (key == query))[:, None]
+        elif first == 0 and old + start == 0:
+            seen = None  # type: ignore[assignment]  # the causal mask
+        else:
+            seen = seen[None, None]
+        attended = k[:, :, first:end], v[:, :, first:end]
+        return dense_attention(ctx.module, block, *attended, seen, scaling=ctx.scaling, dropout=0.0)[0]
+
+    def _pads(self, ctx: LayerContext) -> list[int]:
+        """Columns of padding before each row's first token."""
+        return [self.columns - total for total in ctx.step.total]
+
+    def _keep(self, k: torch.Tensor, v: torch.Tensor, expected: int) -> None:
+        """Store the newest of the columns k, v (n, h_kv, m, d), which end with the newest one of all."""
+        count = min(k.shape[2], self.window)
+        self._reserve(k, min(self.window, max(self.columns, expected)))
+        assert self.k is not None and self.v is not None
+        slots = torch.arange(self.columns - count, self.columns, device=k.device) % self.window
+        self.k[:, :, slots], self.v[:, :, slots] = k[:, :, -count:], v[:, :, -count:]
+
+    def _reserve(self, like: torch.Tensor, slots: int) -> None:
+        """Make room for so many slots; `like` (n, h_kv, t, d) has their numbers."""
+        if self.k is None or self.v is None:
+            shape = (*like.shape[:2], slots, like.shape[3])
+            self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
+        elif self.k.shape[2] < slots:
+            more = (0, 0, 0, min(self.window, max(slots, 2 * self.k.shape[2])) - self.k.shape[2])
+            self.k, self.v = (torch.nn.functional.pad(x, more) for x in (self.k, self.v))
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        held = min(self.columns, self.window)
+        self._reserve(k, held)
+        assert self.k is not None and self.v is not None
+        slot = (self.columns - 1) % self.window
+        self.k[:, :, slot], self.v[:, :, slot] = k[:, :, 0], v[:, :, 0]
+        keys, values, pads = self.k[:, :, :held], self.v[:, :, :held], self._pads(ctx)
+        oldest = self.columns - held
+        if max(pads) <= oldest:
+            return attend_rows(q, keys, values, [held] * len(q), ctx.scaling)
+        slots = torch.arange(held, device=q.device)
+        column = oldest + (slots - oldest) % self.window
+        seen = column >= torch.tensor(pads, device=q.device)[:, None, None, None]
+        return dense_attention(ctx.module, q, keys, values, seen, scaling=ctx.scaling, dropout=0.0)[0]
+
+    def map_rows(self, index: torch.Tensor) -> None:
+        if self.k is not None and self.v is not None:
+            self.k, self.v = (x.index_select(0, index.to(x.device)) for x in (self.k, self.v))
+
+    def tensors(self) -> dict[str, list[torch.Tensor]]:
+        return {"device": [x for x in (self.k, self.v) if x is not None]}
