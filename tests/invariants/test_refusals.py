@@ -147,7 +147,7 @@ def test_crop_undoes_or_refuses_whole(model: PreTrainedModel, case: Case) -> Non
             with pytest.raises(NotImplementedError):
                 cache.crop(-1)
             assert [layer.get_seq_length() for layer in cache.layers] == [51] * 3
-            assert cache.layers[0].store.lengths == [51]
+            assert cache.served[0].store.lengths == [51]
 
 
 @torch.no_grad()

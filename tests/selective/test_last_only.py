@@ -46,7 +46,7 @@ def run(model: nn.Module, cache: SelectiveCache, ids: torch.Tensor = IDS, **kwar
 
 
 def state(cache: SelectiveCache) -> list[torch.Tensor]:
-    return [x for layer in cache.layers for x in layer.store.view()]
+    return [x for layer in cache.served for x in layer.store.view()]
 
 
 def test_logits_are_the_same_and_keys_bit_by_bit(model: PreTrainedModel) -> None:
