@@ -19,7 +19,6 @@ from pqcache.naming import suggestion
 from pqcache.registry import METHODS, is_known, method_class
 from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach
 from pqcache.selective.budget import refreshed_to
-from pqcache.selective.dense import DenseLayer
 
 TOKENS = 64  # the budget of `budget_held`
 LONGEST = 300  # characters of a failure
@@ -164,7 +163,7 @@ def budget_held(model: PreTrainedModel, subject: Subject, prompt: int = 300, ste
 
 @torch.no_grad()
 def attended(model: PreTrainedModel, method: Method, prompt: int, steps: int) -> list[list[float]]:
-    """Earlier tokens attended: one list per step, with a number for each layer that is not dense."""
+    """Earlier tokens attended: one list per step, with a number for each layer after the first `dense_layers`."""
     cache = SelectiveCache(model, method)
     seen: list[dict[int, float]] = []
     cache.ledger.attend = lambda layer, count, **_: seen[-1].update({layer: float(count) - 1})  # type: ignore[method-assign]
@@ -173,7 +172,7 @@ def attended(model: PreTrainedModel, method: Method, prompt: int, steps: int) ->
         for token in tokens(steps, 2):
             seen.append({})
             session.step([token])
-    chosen = [i for i, layer in enumerate(cache.layers) if not isinstance(layer, DenseLayer)]
+    chosen = range(method.dense_layers or 0, len(cache.layers))
     silent = [i for i in chosen if any(i not in step for step in seen)]
     _require(not silent, f"layers {silent} told the ledger of no attended tokens")
     return [[step[i] for i in chosen] for step in seen]

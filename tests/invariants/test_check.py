@@ -10,8 +10,10 @@ import pqcache
 from baselines.oracle import Oracle
 from baselines.snapkv import SnapKV
 from pqcache.api.invariants import INVARIANTS
-from pqcache.selective import Budget
+from pqcache.selective import Budget, Method
 from pqcache.selective.budget import Plan
+from pqcache.selective.dense import DenseLayer
+from pqcache.selective.shape import ModelShape
 
 
 @dataclass(kw_only=True)
@@ -24,6 +26,14 @@ class Greedy(SnapKV):
             return super().plan(s, layer_idx, n_layers)
         finally:
             self.budget = own
+
+
+@dataclass(kw_only=True)
+class Dense(Method):
+    """States a budget and attends everything."""
+
+    def make_layer(self, layer_idx: int, shape: ModelShape) -> DenseLayer:
+        return DenseLayer(layer_idx, shape)
 
 
 class Hoarder(Oracle):
@@ -46,6 +56,7 @@ class Failing(SnapKV):
     ("cls", "options", "name", "words"),
     [
         (Greedy, {"n_sink": 4, "w": 8}, "budget held at every step", "attended"),
+        (Dense, {}, "budget held at every step", "after 300 tokens layers attended [300.0"),
         (Hoarder, {"n_sink": 8}, "bytes counted", "(3, 5)"),
         (Failing, {"n_sink": 4}, "left padding", "ZeroDivisionError: no layer (test_check.py, line"),
         (SnapKV, {"n_sink": -1}, "no-op equals Full", "n_sink=-1: allowed is"),
