@@ -93,6 +93,7 @@ def method_class(name: str) -> type[Any]:
     module, _, cls = METHODS[name].partition(":")
     if name in BUILT_IN:
         return getattr(importlib.import_module(places.module_name(module)), cls)
+    found: Any
     try:
         found = _class_of(_imported(module), cls)
     except NotLoaded as error:

@@ -49,7 +49,7 @@ class Subject:
 
     def close(self, actual: torch.Tensor, expected: torch.Tensor, message: str = "") -> None:
         """Equal up to the rounding of float64; keys that are un-rotated and rotated again carry the fp32 tables' rounding."""
-        tolerance = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
+        tolerance: dict[str, Any] = {"rtol": 1e-4, "atol": 1e-5} if "rolling" in self.hyper.values() else {}
         torch.testing.assert_close(actual, expected, msg=lambda m: f"{message} {m}", **tolerance)
 
     def same_in_chunks(self, run: Callable[[], torch.Tensor], expected: torch.Tensor, message: str = "") -> None:
