@@ -25,31 +25,16 @@ import yaml
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 import pqcache
+from pqcache import registry
 from pqcache.api.drive import SMALL
 from pqcache.registry import method_class
+from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.attach import check_config
 from pqcache.selective.shape import windows
 from pqcache.selective.support import sliding_window
 
 TEMPLATE = Path(__file__).with_name("architectures.txt")
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "architectures.md"
-HEADS = {"head_dim": 16}
-# windows of a third of the prompt in some layers
-MIXED = {"sliding_window": 32, "layer_types": ["sliding_attention", "full_attention", "full_attention"]}
-EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-LATENT = {
-    "num_key_value_heads": 4,
-    "kv_lora_rank": 24,
-    "q_lora_rank": 32,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 24,
-    "v_head_dim": 16,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "n_shared_experts": 1,
-}
 # method -> options for prompts of a hundred tokens; kivi ignores the budget
 METHODS: dict[str, dict[str, Any]] = {
     "full": {},
@@ -58,6 +43,15 @@ METHODS: dict[str, dict[str, Any]] = {
     "kivi": {"group": 8, "residual": 16},
 }
 BUDGET = 0.25
+# kind of attention -> a model whose configuration at its defaults says whether a method applies
+KINDS = {
+    "full": "llama",
+    "sliding windows": "gemma3_text",
+    "layers without rotation": "smollm3",
+    "sinks": "gpt_oss",
+    "soft caps": "gemma2",
+    "latent": "deepseek_v3",
+}
 SCALE = 4.0  # of the weights that transformers draws
 SAME, OTHER = 1e-4, 1e-3  # logits that differ by less are equal; those of a method at work differ by more
 PROMPT, PADDING, NEW = 100, 20, 5  # tokens of the longer row, padding of the other, answer
@@ -76,13 +70,12 @@ class Family:
 def families() -> tuple[Family, ...]:
     """Those of architectures.yaml."""
     known = yaml.safe_load(Path(__file__).with_name("architectures.yaml").read_text(encoding="utf-8"))
-    found = []
+    shared, found = known.pop("shared"), []
     for part, each in known.items():
         for kind, options in each.items():
-            models = options.pop("models")
-            own: dict[str, Any] = {}
-            for name, more in (("heads", HEADS), ("experts", EXPERTS), ("latent", LATENT), ("mixed", MIXED)):
-                own |= more if options.pop(name, False) else {}
+            models, own = options.pop("models"), {}
+            for name in shared.keys() & options.keys():
+                own |= shared[name] if options.pop(name) else {}
             found.append(Family(kind, models, own | options, part == "small"))
     return tuple(found)
 
@@ -173,12 +166,29 @@ def table(columns: list[str], trials: list[Trial], cells: Callable[[Trial], list
     )
 
 
+def applying() -> str:
+    """Markdown with a line per method: for each of KINDS `yes`, or why it does not apply at a fifth of the prompt."""
+    lines = []
+    for name in registry.METHODS.keys() - {"replay"}:  # it attends what a recorded run attended
+        cells, method = [], method_class(name)(budget=Budget(ratio=0.2))
+        for kind in KINDS.values():
+            try:
+                method.check_model(AutoConfig.for_model(kind))
+                cells.append("yes")
+            except NotApplicable as error:
+                cells.append(f"not applicable: {str(error).split(': ')[-1]}")
+        lines.append([f"`{name}`", *cells])
+    rows = [["method", *KINDS], ["---"] * (len(KINDS) + 1), *sorted(lines)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def page(trials: list[Trial]) -> str:
     """docs/architectures.md."""
     runs = [trial for trial in trials if trial.runs]
     refused = [trial for trial in trials if trial.refused]
     return TEMPLATE.read_text(encoding="utf-8").format(
         version=transformers.__version__,
+        methods=applying(),
         runs=table([*METHODS, ""], runs, lambda trial: [*trial.methods.values(), trial.note]),
         refused=table(["why"], refused, lambda trial: [trial.refused]),
     )

@@ -22,10 +22,8 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from pqcache.selective.attention import with_sinks
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
-from pqcache.selective.index import Selection
 from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
@@ -39,6 +37,8 @@ from pqcache.store.resident import ResidentStore
 
 class CodedRetrievalLayer(RetrievalLayer):
     """Selects as `method` does, from a packed store that lasts as long as the request."""
+
+    observes = True  # for its store's probes
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod, codec: QuantizationMethod) -> None:
         self.codec = codec
@@ -70,22 +70,8 @@ class CodedRetrievalLayer(RetrievalLayer):
         self.packed.pack()
         return out
 
-    def attend_chosen(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        ctx: LayerContext,
-        log_weight: torch.Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> torch.Tensor:
-        """As the base class; the store's probes also see the log-sum-exp of this step."""
-        part = self.attended(q, keys, values, valid, ctx, log_weight)
-        self.packed.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx.scaling)
-        if selection is not None:
-            part = selection.with_rest(part)
-        return with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: LayerContext) -> None:
+        self.packed.observe_step(q, lse, ctx.scaling)
 
     def map_rows(self, index: torch.Tensor) -> None:
         if self.store is not self.packed:  # during a prompt it holds only what it observed

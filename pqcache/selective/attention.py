@@ -21,12 +21,6 @@ QUERIES = 128  # of a block of `attend_exactly` whose logits exist at a time
 NATIVE_FROM = 1 << 18  # numbers in K from which the native kernel's longer start pays: 256 tokens of 8 KV heads of 128
 
 
-def pack(q: torch.Tensor, heads: int) -> torch.Tensor:
-    """One query token per row, (n, h, 1, d) -> (n, heads, h / heads, d): a group's queries share one read of K and V."""
-    n, h, _, d = q.shape
-    return q.reshape(n, heads, h // heads, d)
-
-
 def attend_one(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float, valid: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -40,7 +34,8 @@ def attend_one(
         mask = None if valid is None else per_head(valid, h)[:, :, None]
         return with_sinks(partial(q, k, v, scaling, mask), scaling).out.transpose(1, 2).to(q.dtype)
     mask = None if valid is None else valid[:, :, None]
-    out = F.scaled_dot_product_attention(pack(q, heads), k, v, attn_mask=mask, scale=scaling)
+    packed = q.reshape(n, heads, h // heads, -1)  # a group's queries share one read of K and V
+    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scaling)
     return out.reshape(n, 1, h, v.shape[3])
 
 
@@ -76,20 +71,17 @@ def attend_exactly(
 ) -> torch.Tensor:
     """Attention of a block, cap and sinks included: q (n, h, t, d), k and v (n, h_kv, m, d) -> (n, t, h, d).
 
-    mask (n, 1, t, m): bool, or added to the logits. None: causal, the last t keys are the queries' own. The reference for models
-    whose softmax no kernel of torch has; QUERIES queries at a time.
+    mask (n, 1, t, m) bool; None: causal, the last t keys are the queries' own. The reference for models whose softmax no kernel
+    of torch has; QUERIES queries at a time.
     """
     t, m, out = q.shape[2], k.shape[2], []
     for start in range(0, t, QUERIES):
         stop = min(start + QUERIES, t)
-        seen, some, bias = m if mask is not None else m - t + stop, None, None
-        if mask is None:
-            some = torch.ones((stop - start, seen), dtype=torch.bool, device=q.device).tril(m - t + start)
-        elif mask.dtype == torch.bool:
-            some = mask[:, :, start:stop]
-        else:
-            bias = mask[:, :, start:stop]
-        part = partial(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], scaling, some, bias=bias)
+        seen = m if mask is not None else m - t + stop
+        some = (
+            mask[:, :, start:stop] if mask is not None else q.new_ones((stop - start, seen)).tril(m - t + start).bool()
+        )
+        part = partial(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], scaling, some)
         out.append(with_sinks(part, scaling).out)
     return torch.cat(out, 2).transpose(1, 2).to(q.dtype)
 

@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.selective.attention import Part, attend_one, attend_rows, partial, with_sinks
+from pqcache.selective.attention import attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
@@ -145,6 +145,8 @@ class RetrievalMethod(Method):
 
 class RetrievalLayer(StagedLayer):
     """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
+
+    observes = False  # whether every step is attended by torch, and shown to `observe_step`
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
         self.method, self.replans = method, method.replans
@@ -313,28 +315,19 @@ class RetrievalLayer(StagedLayer):
         selection: joins its estimate of the tokens left out, if it has one.
         """
         estimates = selection is not None and selection.share is not None
-        if log_weight is None and not estimates:
+        if log_weight is None and not estimates and not self.observes:
             if valid is None:
                 return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
             return attend_one(q, keys, values, ctx.scaling, valid)
-        part = self.attended(q, keys, values, valid, ctx, log_weight)
+        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
+        part = partial(q, keys, values, ctx.scaling, mask, bias=None if log_weight is None else log_weight[:, :, None])
+        self.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx)
         if selection is not None:
             part = selection.with_rest(part)
         return with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
 
-    @staticmethod
-    def attended(
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        ctx: LayerContext,
-        log_weight: torch.Tensor | None,
-    ) -> Part:
-        """`attend_chosen` by torch, without estimates and sinks."""
-        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
-        bias = None if log_weight is None else log_weight[:, :, None]
-        return partial(q, keys, values, ctx.scaling, mask, bias=bias)
+    def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: LayerContext) -> None:
+        """A step attended to the tokens that it read, lse (n, h, 1) over them. Called of every step where `observes`."""
 
     def _note(
         self, selection: Selection | None, tokens: Tokens, cand: Candidates, local: list[int], ctx: LayerContext

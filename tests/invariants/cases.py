@@ -20,7 +20,7 @@ from pqcache.selective import Method
 from scripts import try_architectures
 
 SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
-LATENT = {**SMALL, **try_architectures.EXPERTS, **try_architectures.LATENT, "experts_implementation": "eager"}
+LATENT = {**SMALL, **next(x.options for x in try_architectures.FAMILIES if x.kind == "deepseek_v3")}
 SLIDING = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {

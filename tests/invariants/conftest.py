@@ -13,7 +13,7 @@ from tests.invariants.cases import ARCHITECTURES, CASES, pairs
 from tests.threads import threads
 
 
-def exact_eager(module, q, k, v, mask, scaling, softcap, **_):
+def exact_eager(_, q, k, v, mask, scaling, softcap, **__):
     """transformers' eager attention of Gemma 2, which rounds a float64 model's probabilities to fp32."""
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
     logits = softcap * torch.tanh(q @ k.mT * scaling / softcap)

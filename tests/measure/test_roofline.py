@@ -11,7 +11,6 @@ from pqcache.measure.machine import Ceilings, ceilings, slug
 from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_bytes
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
-from pqcache.selective.support import standard_probabilities
 from tests.invariants.conftest import _one_thread, llama
 from tests.invariants.drive import tokens
 
@@ -66,12 +65,3 @@ def test_standard_attention_gives_the_same_answers(llama: PreTrainedModel, make)
         logits = [llama(ids, past_key_values=cache).logits for cache in caches]
     torch.testing.assert_close(*logits)
     assert caches[1].layers[0].fresh is None
-
-
-def test_standard_probabilities_are_causal() -> None:
-    q, k = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 9, 8)
-    probs = standard_probabilities(q, k, None, 0.3)
-    expected = (
-        (q @ k.repeat_interleave(2, 1).mT * 0.3).masked_fill(~torch.ones(5, 9).tril(4).bool(), -torch.inf).softmax(-1)
-    )
-    torch.testing.assert_close(probs, expected)

@@ -3,7 +3,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pqcache.selective.attention import attend_one, merge, partial
+from pqcache.selective.attention import merge, partial
 from pqcache.selective.group import group_reduce, top_tokens
 
 
@@ -23,16 +23,6 @@ def test_merged_parts_equal_one_softmax() -> None:
     expected = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), mask, scale=0.3)
     torch.testing.assert_close(joined.out, expected)
     assert not parts[0].out[0, :, 0].any()
-
-
-def test_one_token_attention_equals_repeated_heads() -> None:
-    torch.manual_seed(0)
-    q, k, v = torch.randn(2, 6, 1, 8), torch.randn(2, 3, 40, 8), torch.randn(2, 3, 40, 8)
-    valid = torch.rand(2, 3, 40) < 0.5
-    expected = F.scaled_dot_product_attention(
-        q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), valid.repeat_interleave(2, 1)[:, :, None], scale=0.25
-    )
-    torch.testing.assert_close(attend_one(q, k, v, 0.25, valid), expected.transpose(1, 2))
 
 
 def test_group_reductions() -> None:
