@@ -21,6 +21,8 @@ from scripts import try_architectures
 
 SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
 LATENT = {**SMALL, **next(x.options for x in try_architectures.FAMILIES if x.kind == "deepseek_v3")}
+WIDE = {"sliding_window": 512, "head_dim": 16}
+EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"}
 SLIDING = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
@@ -34,25 +36,10 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "glm4": partial(AutoConfig.for_model, "glm4", **SMALL, head_dim=16),
     "gemma3": partial(AutoConfig.for_model, "gemma3_text", **SMALL, **SLIDING, head_dim=16, query_pre_attn_scalar=16),
     "gemma2": partial(
-        AutoConfig.for_model,
-        "gemma2",
-        **SMALL,
-        sliding_window=512,
-        head_dim=16,
-        query_pre_attn_scalar=16,
-        attn_logit_softcapping=8.0,
+        AutoConfig.for_model, "gemma2", **SMALL, **WIDE, query_pre_attn_scalar=16, attn_logit_softcapping=8.0
     ),
     "deepseek-v3": partial(AutoConfig.for_model, "deepseek_v3", **LATENT),
-    "gpt-oss": partial(
-        AutoConfig.for_model,
-        "gpt_oss",
-        **SMALL,
-        sliding_window=512,
-        head_dim=16,
-        num_local_experts=2,
-        experts_implementation="eager",
-        num_experts_per_tok=2,
-    ),
+    "gpt-oss": partial(AutoConfig.for_model, "gpt_oss", **SMALL, **WIDE, **EXPERTS),
 }
 ROTATED = [name for name in ARCHITECTURES if name != "deepseek-v3"]  # whole heads: methods can do it, too
 
