@@ -19,7 +19,6 @@ from typing import ClassVar
 
 import torch
 
-from baselines.turboquant import TurboCodec, random_matrix
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext
@@ -28,6 +27,8 @@ from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import BufferCodec, TokenCodec, right_align
 from pqcache.store.quantizer import pack_codes, unpack_codes
+
+from .turboquant import TurboCodec, random_matrix
 
 TILE = 4096  # tokens decoded at a time
 CODES = ("range", "turboquant", "rabitq")

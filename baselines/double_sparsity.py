@@ -26,7 +26,6 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from baselines.coded_keys import CodedKeyIndex
 from pqcache.fields import added
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
@@ -38,6 +37,8 @@ from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.base import joined
 from pqcache.store.codec import ExactCodec, TokenCodec
+
+from .coded_keys import CodedKeyIndex
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -19,7 +19,6 @@ from typing import Any, ClassVar
 
 import torch
 
-from baselines.snapkv import WindowScorer
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
@@ -27,6 +26,8 @@ from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.base import joined
 from pqcache.store.drop import Lightest
+
+from .snapkv import WindowScorer
 
 MODES = ("dynamic", "static")
 ROOM = 64  # tokens by which a step's weights may grow before they are allocated anew

@@ -22,11 +22,12 @@ from typing import ClassVar
 
 import torch
 
-from baselines.combined.two_stage import TwoStage, TwoStageIndex, ascending
 from pqcache.selective.index import Candidates, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape
 from pqcache.store.transfer import table
+
+from .two_stage import TwoStage, TwoStageIndex, ascending
 
 
 def nucleus(weights: torch.Tensor, p: float) -> torch.Tensor:
