@@ -39,8 +39,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from pqcache.kernels.scaling import Scaling
 from pqcache.selective.cache import Joint, SelectiveCache
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.shape import served
-from pqcache.selective.support import CLOSED, check_architecture, dense_attention
+from pqcache.selective.shape import attending, served
+from pqcache.selective.support import CLOSED, check_architecture, dense_attention, unrotated
 
 NAME = "pqcache_selective"  # a name with "flash" or "/" would be taken for a hub kernel
 _CONTEXT = "_pqcache_context"
@@ -95,12 +95,13 @@ def selective_attention(
 def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
     """The self-attention modules of the decoder, in layer order. Raises ValueError, one line, if they cannot be served."""
     named, decoder = f"model {model.config.model_type}", model.get_decoder()
-    layers = getattr(decoder, "layers", None)
-    modules = [getattr(layer, "self_attn", None) for layer in layers or ()]
+    config, layers = model.config.get_text_config(decoder=True), getattr(decoder, "layers", None)
+    having = [layers[place] for place in attending(config)] if layers else []
+    modules = [getattr(layer, "self_attn", getattr(layer, "mixer", None)) for layer in having]
     if not modules or any(m is None or not hasattr(m, "layer_idx") for m in modules):
         raise ValueError(f"{named}: not supported: no decoder layers with `self_attn` found")
     given = inspect.signature(type(cast(nn.Module, modules[0])).forward).parameters
-    if not hasattr(decoder, "rotary_emb") or "position_embeddings" not in given:
+    if not unrotated(config) and (shared_rotary(decoder) is None or "position_embeddings" not in given):
         raise ValueError(f"{named}: not supported: its layers share no rotary position embedding")
     if not decoder._can_set_attn_implementation():
         raise ValueError(f"{named}: not supported: {CLOSED}")
@@ -109,8 +110,8 @@ def attention_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 def served_modules(model: PreTrainedModel) -> list[nn.Module]:
     """Those of the layers that a method serves."""
-    modules = attention_modules(model)
-    return [modules[place] for place in served(model.config.get_text_config(decoder=True))]
+    places = served(model.config.get_text_config(decoder=True))
+    return [module for module in attention_modules(model) if module.layer_idx in places]
 
 
 def kind_of(config: PreTrainedConfig, attention: nn.Module) -> str:
@@ -135,9 +136,21 @@ def check_config(config: PreTrainedConfig) -> None:
     attention_modules(model)
 
 
+def shared_rotary(decoder: nn.Module) -> nn.Module | None:
+    """The rotary embedding that all layers of a decoder share."""
+    return getattr(decoder, "rotary_emb", getattr(decoder, "pos_emb", None))  # the second is LFM 2 MoE's name
+
+
+def no_rotation(x: torch.Tensor, position_ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The cos and sin (1, t, 0) of layers that rotate nothing, for x (n, t, D)."""
+    return x.new_empty((1, x.shape[1], 0)), x.new_empty((1, x.shape[1], 0))
+
+
 def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     """The rotary embedding of one attention module: Gemma 3 and OLMo 3 have one per kind of layer in a shared module."""
-    shared: nn.Module = decoder.rotary_emb  # type: ignore[assignment]
+    shared = shared_rotary(decoder)
+    if shared is None:
+        return no_rotation
     if "layer_type" in inspect.signature(shared.forward).parameters:
         kinds: list[str] = decoder.config.layer_types  # type: ignore[assignment, union-attr]
         return functools.partial(shared, layer_type=kinds[attention.layer_idx])  # type: ignore[index]
@@ -163,7 +176,12 @@ class Hooks:
         kinds: dict[str, Any] = {}  # one object each, so that two layers of one kind have the same
         for module in self.modules:
             kinds.setdefault(kind_of(model.config, module), rotary_of(model.get_decoder(), module))
-        self.rotary = [kinds[kind_of(model.config, module)] for module in self.modules]
+        self.rotary = {module.layer_idx: kinds[kind_of(model.config, module)] for module in self.modules}
+        # the next layer with attention, of each; the last one's is its own
+        following = zip(self.modules, [*self.modules[1:], self.modules[-1]], strict=True)
+        self.ahead = {module.layer_idx: self.rotary[after.layer_idx] for module, after in following}
+        # the last decoder layer, if it has attention
+        self.ends = self.modules[-1].layer_idx if self.modules[-1] in [*model.get_decoder().layers[-1].children()] else None
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
@@ -172,7 +190,7 @@ class Hooks:
         if model is not decoder and "logits_to_keep" in inspect.signature(model.forward).parameters:
             handles.append(model.register_forward_pre_hook(self.before_logits, with_kwargs=True))
             handles.append(model.register_forward_hook(self.after_logits, with_kwargs=True, always_call=True))
-            tail = after_attention(decoder, self.modules[-1])
+            tail = after_attention(decoder, self.modules[-1]) if self.ends is not None else []
             handles += [module.register_forward_pre_hook(self.before_tail) for module in tail]
         handles.append(decoder.register_forward_pre_hook(self.before_model, with_kwargs=True))
         handles.append(decoder.register_forward_hook(self.after_model, with_kwargs=True))
@@ -189,11 +207,13 @@ class Hooks:
             return None
         for cache in caches:
             cache.open_forward()
+        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        inputs = args[0] if inputs is None and args else inputs
+        if mask is None and inputs is not None and (padding := caches[0].padding_mask(inputs)) is not None:
+            return args, {**kwargs, "attention_mask": padding}
         if kwargs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
-        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
-        t = (args[0] if inputs is None else inputs).shape[1]
-        return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -t:]}
+        return args, {**kwargs, "position_ids": (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -inputs.shape[1] :]}
 
     def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         for cache in caches_of(kwargs):
@@ -206,7 +226,8 @@ class Hooks:
         if not (caches := caches_of(kwargs)):
             return
         hidden = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        positions, turn = kwargs.get("position_ids"), kwargs["position_embeddings"]
+        positions, turn = kwargs.get("position_ids"), kwargs.get("position_embeddings")
+        turn = no_rotation(hidden) if turn is None else turn
         cos, sin = (turn.real, turn.imag) if isinstance(turn, torch.Tensor) else turn  # DeepSeek V2 has cos + i sin
         rows = [len(hidden)] if len(caches) == 1 else [len(cache.past) for cache in caches]
         index: int = module.layer_idx  # type: ignore[assignment]
@@ -224,9 +245,9 @@ class Hooks:
                     position_ids=positions if positions is None or len(positions) == 1 else positions[own],
                     modules=self.served,
                     rotary=self.rotary[index],
-                    rotary_ahead=self.rotary[min(index + 1, len(self.rotary) - 1)],
+                    rotary_ahead=self.ahead[index],
                     step=cache.step or cache.plan_step(n, hidden.shape[1], kwargs.get("attention_mask")),
-                    last_only=cache.last_only and index == len(self.modules) - 1,
+                    last_only=cache.last_only and index == self.ends,
                 )
             )
         module.__dict__[_CONTEXT] = contexts

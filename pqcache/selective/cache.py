@@ -2,18 +2,21 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
 from statistics import fmean
 from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DummyLayer
 
 from pqcache.kernels.scaling import described, is_plain
+from pqcache.selective import hybrid
 from pqcache.selective.layer import LayerContext, Request, SelectiveLayer, Step
 from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
-from pqcache.selective.shape import ModelShape, NotApplicable, served, windows
+from pqcache.selective.shape import ModelShape, NotApplicable, attending, served, windows
 from pqcache.selective.sliding import SlidingLayer
 from pqcache.selective.support import accelerator, attention_kernel, check_architecture, sliding_window
 from pqcache.store.base import joined
@@ -64,18 +67,24 @@ class SelectiveCache(Request):
         self.ledger = Ledger()
         self.observers, self.watchers = [], []
         self.served = method.layers(self.shape)  # the others keep their sliding window
-        layers = [SlidingLayer(i, self.shape, window or 0) for i, window in enumerate(windows(config))]
+        every: list[Any] = [DummyLayer() for _ in windows(config)]  # what has no attention
+        for place in attending(config):
+            every[place] = SlidingLayer(place, self.shape, windows(config)[place] or 0)
         for place, layer in zip(served(config), self.served, strict=True):
-            layers[place], layer.model_idx = layer, place
-        super().__init__(layers=layers)
-        for layer in self.layers:
+            every[place], layer.model_idx = layer, place
+        super().__init__(layers=every)
+        self.attending: list[SelectiveLayer] = [every[place] for place in attending(config)]
+        self._following = dict(zip(attending(config), self.attending[1:]))  # the last one has none
+        for layer in self.attending:
             layer.owner = weakref.ref(self)
-        self._checking = [layer for layer in self.layers if type(layer).check_step is not SelectiveLayer.check_step]
+        self._checking = [layer for layer in self.served if type(layer).check_step is not SelectiveLayer.check_step]
+        self._empty_states = partial(hybrid.empty, config)
         self._forget()
 
     # -- one request ------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
+        self.states = self._empty_states()
         self.columns = 0  # seen, padding included
         self.past: list[int] = []  # real tokens seen, per row
         self.pads: list[int] = []  # leading padding columns, per row
@@ -152,6 +161,13 @@ class SelectiveCache(Request):
         self.step = None
         self._open = True
 
+    def padding_mask(self, inputs: torch.Tensor) -> torch.Tensor | None:
+        """(n, columns + t), for inputs (n, t, ...) without a mask: states would take padding for tokens. None: it has none."""
+        if self.states is None or max(self.pads, default=0) <= self.columns:
+            return None
+        columns = torch.arange(self.columns + inputs.shape[1], device=inputs.device)
+        return (columns >= table(self.pads, inputs.device)[:, None]).long()
+
     def plan_step(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
         """What this forward pass is: prefill, extension or decode. Decided for the first layer, reused by the others.
 
@@ -166,7 +182,7 @@ class SelectiveCache(Request):
             for layer in self._checking:
                 layer.check_step(step)
         except ValueError:
-            self._open = False
+            self._open = self.states is not None  # layers before this one may have changed theirs
             raise
         self.step = step
         self.ledger.decoding = self.step.decode
@@ -177,14 +193,14 @@ class SelectiveCache(Request):
 
         None of them while somebody looks on, a gradient is recorded, or the model's softmax has a cap or sinks.
         """
-        plain = all(is_plain(layer.scaling) for layer in self.layers)
+        plain = all(is_plain(layer.scaling) for layer in self.attending)
         if self.observers or self.watchers or torch.is_grad_enabled() or not plain:
             self._substituted = False
-            for layer in self.layers:
+            for layer in self.attending:
                 layer.substitute = None
         elif not self._substituted and self.accelerator is not None:
             self._substituted = True
-            for layer in self.layers:
+            for layer in self.attending:
                 layer.substitute = self.accelerator.substitute_for(layer.step_parts())
 
     def _plan(self, n: int, t: int, mask: torch.Tensor | None) -> Step:
@@ -258,7 +274,7 @@ class SelectiveCache(Request):
     def note_step(self) -> None:
         """A recorded decode step was replayed: advance the host's counters, as a forward pass would have."""
         self.ledger.decoding = True
-        for layer in self.layers:
+        for layer in self.attending:
             layer.note_step(self.ledger)
             layer.columns += 1
         self.past = [length + 1 for length in self.past]
@@ -267,12 +283,12 @@ class SelectiveCache(Request):
 
     def enter_layer(self, ctx: LayerContext) -> None:
         """The attention module of this context is about to run: its layer and the next one may start what they need."""
-        index, layers = ctx.layer_idx, self.layers
-        self.bound = index
-        if layers[index].substitute is None:  # a substitute starts nothing early
-            layers[index].on_layer_input(ctx)
-        if index + 1 < len(layers) and layers[index + 1].substitute is None:
-            layers[index + 1].on_previous_input(ctx)
+        self.bound = ctx.layer_idx
+        layer, following = self.layers[ctx.layer_idx], self._following.get(ctx.layer_idx)
+        if layer.substitute is None:  # a substitute starts nothing early
+            layer.on_layer_input(ctx)
+        if following is not None and following.substitute is None:
+            following.on_previous_input(ctx)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -280,8 +296,10 @@ class SelectiveCache(Request):
         """Row i becomes what row index[i] was, in every layer: beam search, repeat and select are all this."""
         self._substituted = False
         index = index.cpu()  # row counts are Python ints everywhere: one transfer here instead of one per layer
-        for layer in self.layers:
+        for layer in self.attending:
             layer.reorder_cache(index)
+        if self.states is not None:
+            self.states.reorder_cache(index)
         for watcher in self.watchers:
             watcher.map_rows(index)
         rows = index.tolist()
@@ -299,8 +317,8 @@ class SelectiveCache(Request):
         self.map_rows(torch.arange(len(self.past), device=indices.device)[indices])
 
     def crop(self, tokens_to_remove: int) -> None:
-        fixed = [layer for layer in self.layers if not layer.is_croppable]
-        if tokens_to_remove < 0 and fixed:
+        fixed = [layer for layer in self.attending if not layer.is_croppable]
+        if tokens_to_remove < 0 and (fixed or self.states is not None):
             raise NotImplementedError(f"{self.method.name} cannot be cropped: what it evicted or indexed is not undone")
         if -tokens_to_remove > min(self.past, default=0):
             raise ValueError(
@@ -316,7 +334,7 @@ class SelectiveCache(Request):
 
     def wait(self) -> None:
         """Wait for everything that runs beside the model, so that bytes and figures are final."""
-        for layer in self.layers:
+        for layer in self.attending:
             layer.wait()
 
     def note_resident(self) -> None:
@@ -329,9 +347,9 @@ class SelectiveCache(Request):
         return {tier: unique_bytes(tensors) for tier, tensors in joined(*map(_kept, self.served)).items()}
 
     def other_bytes(self) -> int:
-        """Bytes of the layers that the method does not serve: their sliding windows."""
-        others = [layer for layer in self.layers if layer not in self.served]
-        return sum(unique_bytes(tensors) for tensors in joined(*map(_kept, others)).values())
+        """Bytes that no method can change: sliding windows, and the states of linear attention and the like."""
+        others = [layer for layer in self.attending if layer not in self.served]
+        return sum(map(unique_bytes, (*joined(*map(_kept, others)).values(), hybrid.tensors(self.states))))
 
     def content_by_tier(self) -> dict[str, int]:
         """Tier -> resident bytes without the slack of buffers, which grow in steps of many tokens.
@@ -349,12 +367,19 @@ class SelectiveCache(Request):
         return content
 
 
-class Joint(Cache):
-    """The caches of several members as one, their rows below each other. For one decode step, inside `attach(model)`."""
+class Joint(hybrid.HybridCache):
+    """The caches of several members as one, their rows below each other. For one decode step, inside `attach(model)`.
+
+    Their states are copied; `give_back` writes them back after the step.
+    """
 
     def __init__(self, members: Sequence[SelectiveCache], rows: Sequence[int]) -> None:
         super().__init__(layers=members[0].layers)
         self.members, self.rows = list(members), list(rows)
+        self.states = hybrid.joined([member.states for member in members])
+
+    def give_back(self) -> None:
+        hybrid.give_back(self.states, [member.states for member in self.members])
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *_: Any, **__: Any) -> Any:
         parts = zip(self.members, key_states.split(self.rows), value_states.split(self.rows), strict=True)

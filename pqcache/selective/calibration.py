@@ -23,6 +23,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home, weights
+from pqcache.selective.shape import served
 from pqcache.selective.support import sliding_window
 
 Tensors = dict[str, torch.Tensor]
@@ -62,7 +63,7 @@ class Calibration:
             return compute(model, ids)
         path = cache_dir / self.method / f"{self.fingerprint(model, ids)}.pt"
         tensors = _load(path)
-        layers = model.config.get_text_config(decoder=True).num_hidden_layers
+        layers = len(served(model.config.get_text_config(decoder=True)))
         if tensors is None or not _fits(tensors, layers, dims or {}):
             tensors = compute(model, ids)
             with replacing(path) as partial:  # several processes may calibrate the same model

@@ -54,9 +54,11 @@ class CapturedSteps:
         if tokens < 1:
             raise ValueError(f"tokens={tokens}: allowed is an int >= 1")
         cache.check_window(cache.columns + tokens)  # a replay does not check it again
+        if cache.states is not None:
+            raise NotApplicable("decode steps cannot be recorded: the model has layers with a recurrent state")
         cache.use_substitutes()
-        self.steps = [layer.substitute for layer in cache.layers]
-        for layer in cache.layers:
+        self.steps = [layer.substitute for layer in cache.attending]
+        for layer in cache.attending:
             if layer.substitute is None:
                 raise NotApplicable(f"the step of layer {layer.layer_idx} ({type(layer).__name__}) cannot be recorded")
             layer.substitute.reserve(max(tokens, 2))  # one step is run and a second one recorded, which keeps addresses
@@ -106,7 +108,7 @@ class CapturedSteps:
         cache = self.cache
         if self.left == 0:
             raise ValueError("all recorded steps are used: there is no room for another token")
-        kept = all(layer.substitute is step for layer, step in zip(cache.layers, self.steps, strict=True))
+        kept = all(layer.substitute is step for layer, step in zip(cache.attending, self.steps, strict=True))
         if cache.columns != self.columns or not kept:
             raise RuntimeError("the cache has seen something else since its steps were recorded")
         self.left -= 1

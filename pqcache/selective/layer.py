@@ -13,16 +13,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
-from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 
+from pqcache.selective.hybrid import HybridCache
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 from pqcache.store.step import StepParts, Substitute
 
 
-class Request(Cache):
+class Request(HybridCache):
     """What layers use of the cache that they are part of; see SelectiveCache, which fills it."""
 
     method: Any  # the Method

@@ -105,10 +105,12 @@ def _compute(model: PreTrainedModel, members: Sequence[_Member]) -> None:
     caches, ids, positions = zip(*(member.step for member in members), strict=True)
     rows = [len(one) for one in ids]
     try:
+        joint = Joint(caches, rows)
         logits = model(
-            input_ids=torch.cat(ids), position_ids=torch.cat(positions), past_key_values=Joint(caches, rows),
+            input_ids=torch.cat(ids), position_ids=torch.cat(positions), past_key_values=joint,
             use_cache=True, logits_to_keep=1,
         ).logits[:, -1]  # fmt: skip
+        joint.give_back()
     except Exception as error:  # out of memory, perhaps: each member fails with it
         for member in members:
             member.logits = error

@@ -67,8 +67,8 @@ def allowed_tokens(method: Method, prompt: int, steps: int) -> float:
 
 
 def _layers(cache: SelectiveCache) -> dict[str, int]:
-    """How many layers the method serves, of a model where it does not serve all, and the bytes of the others."""
-    if len(cache.served) == len(cache.layers):
+    """How many layers the method serves, where that is not all of the model, and the bytes of what it does not serve."""
+    if len(cache.served) == len(cache.layers) and cache.states is None:
         return {}
     counts = {"served_layers": len(cache.served), "model_layers": len(cache.layers)}
     return {**counts, "other_layers_bytes": cache.other_bytes()}

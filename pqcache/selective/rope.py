@@ -43,7 +43,8 @@ def tables(
 def project_query(module: Any, hidden: torch.Tensor) -> torch.Tensor:
     """Query heads before RoPE, (n, h, t, d), of hidden states (n, t, D) under `module`'s weights.
 
-    Handles a fused qkv projection (Phi-3) and a per-head query norm (Qwen3).
+    Handles a fused qkv projection (Phi-3), a query norm per head (Qwen3, LFM 2) or of all heads (OLMo 2), and a gate beside
+    each head's query (Qwen3-Next).
     """
     d = module.head_dim
     if hasattr(module, "q_proj"):
@@ -54,9 +55,9 @@ def project_query(module: Any, hidden: torch.Tensor) -> torch.Tensor:
         q = _head_products(linear, hidden, width, d)
     else:
         q = linear(hidden)[..., :width]
-    q = q.view(*hidden.shape[:-1], -1, d)
-    if hasattr(module, "q_norm"):
-        q = module.q_norm(q)
+    q = q.view(*hidden.shape[:-1], module.config.num_attention_heads, -1)[..., :d]
+    if (norm := getattr(module, "q_norm", getattr(module, "q_layernorm", None))) is not None:
+        q = norm(q) if norm.weight.numel() == d else norm(q.flatten(-2)).view_as(q)
     return q.transpose(1, 2)
 
 

@@ -15,6 +15,18 @@ class NotApplicable(ValueError):
     """This method cannot run under this budget, model or prompt; nothing was computed."""
 
 
+# What layers of these types keep is a state that does not grow with the prompt; those of the first have attention too.
+BOTH = ("hybrid",)
+STATE = ("linear_attention", "conv")
+NOTHING = ("moe", "mlp")  # layers of these types see one token at a time
+
+
+def attending(config: PreTrainedConfig) -> list[int]:
+    """The layers that have attention, and so K and V. Of a text model's configuration."""
+    kinds = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
+    return [place for place, kind in enumerate(kinds) if kind not in STATE + NOTHING]
+
+
 def windows(config: PreTrainedConfig) -> list[int | None]:
     """Of each layer, how many of the newest tokens a query sees, its own included; None: all. Of a text model's configuration."""
     layers, window = config.num_hidden_layers, getattr(config, "sliding_window", None)
@@ -25,9 +37,9 @@ def windows(config: PreTrainedConfig) -> list[int | None]:
 
 
 def served(config: PreTrainedConfig) -> list[int]:
-    """The layers that a method serves: those of full attention; all, where every layer slides."""
-    every = windows(config)
-    return [place for place, window in enumerate(every) if window is None] or list(range(len(every)))
+    """The layers that a method serves: those of full attention; where all attention slides, these."""
+    every, places = windows(config), attending(config)
+    return [place for place in places if every[place] is None] or places
 
 
 @dataclass(frozen=True)

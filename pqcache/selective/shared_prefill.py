@@ -23,8 +23,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
 
+from pqcache.selective import hybrid
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.dense import DenseLayer, dense_prefill
@@ -80,6 +81,7 @@ class Prefill:
     logits: torch.Tensor
     calls: list[Call]
     pads: list[int]
+    states: Cache | None = None  # of a hybrid model; see hybrid.py
     _versions: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -196,7 +198,7 @@ def record(
     with attach(model):
         for block, at in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
             out = model(input_ids=block, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return Prefill(ids.shape[1], cache.attn, out.logits[:, -1], tape.calls, pads)
+    return Prefill(ids.shape[1], cache.attn, out.logits[:, -1], tape.calls, pads, hybrid.copied(cache.states, host=device is not None))
 
 
 @torch.no_grad()
@@ -212,7 +214,7 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
     try:
         for index, recorded in enumerate(prefill.calls):
             call = recorded.moved(recorded.device)  # a copy, its context too
-            layer, ctx = cache.layers[index], call.ctx
+            layer, ctx = cache.attending[index], call.ctx
             ctx.cache, ctx.step = cache, cache.plan_step(len(prefill.logits), prefill.tokens, None)
             ctx.recorded, ctx.last_only = True, False
             cache.enter_layer(ctx)
@@ -223,5 +225,6 @@ def feed(cache: SelectiveCache, prefill: Prefill) -> torch.Tensor:
                 raise OwnPrefill("returns something else than exact attention")
     finally:
         cache.kernel = kernel
+    cache.states = hybrid.copied(prefill.states)
     cache.close_forward()
     return prefill.logits

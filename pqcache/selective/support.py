@@ -11,7 +11,7 @@ from transformers.utils import is_flash_attn_2_available
 
 from pqcache.kernels.scaling import capped, is_plain, sinks_of, token_share
 from pqcache.selective.attention import attend_exactly
-from pqcache.selective.shape import NotApplicable, windows
+from pqcache.selective.shape import BOTH, NOTHING, STATE, NotApplicable, attending, windows
 
 ATTN = ("auto", "sdpa", "flash_attention_2", "standard")
 KERNELS = ("torch", "auto")  # what computes decode steps on a CUDA device
@@ -32,12 +32,13 @@ _FAMILIES = {
     **dict.fromkeys(("bloom", "mpt"), _ALIBI),
     **dict.fromkeys(("falcon", "gptj", "codegen"), CLOSED),
     **dict.fromkeys(("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm"), _STATE),
-    "falcon_h1": "state-space layers beside attention",
+    "minimax": "a class of caches of its own",
+    "zamba2": "attention modules that several layers share",
     "diffllama": "differential attention",
     "mimo_v2_flash": "layers that differ in their number of KV heads",
     "doge": "masks that its layers compute",
 }
-_WITH_CACHE = {"full_attention", "sliding_attention"}  # the kinds of layers that have an ordinary KV cache
+_SERVED = {"full_attention", "sliding_attention", *BOTH, *STATE, *NOTHING}  # types of layers
 
 
 def check_architecture(config: PreTrainedConfig) -> None:
@@ -55,9 +56,19 @@ def check_architecture(config: PreTrainedConfig) -> None:
     for key, what in _REFUSED.items():
         if getattr(config, key, None):
             raise ValueError(f"model {config.model_type}: {what} ({key}={getattr(config, key)}) is not supported")
-    kinds = set(getattr(config, "layer_types", None) or ()) - _WITH_CACHE
+    kinds = set(getattr(config, "layer_types", None) or ()) - _SERVED
     if kinds:
         raise ValueError(f"model {config.model_type}: layers of type {', '.join(sorted(kinds))} are not supported")
+    if not attending(config):
+        raise ValueError(f"model {config.model_type}: not supported: {_STATE}")
+
+
+def unrotated(config: PreTrainedConfig) -> bool:
+    """Whether no layer rotates its keys or has another position embedding: other layers know the order of tokens."""
+    if config.model_type == "olmo_hybrid":
+        return not (config.rope_parameters or {}).get("rope_theta")
+    own = config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope"
+    return own or config.model_type in ("jamba", "nemotron_h")
 
 
 def check_rotated(config: PreTrainedConfig, what: str) -> None:
@@ -68,7 +79,7 @@ def check_rotated(config: PreTrainedConfig, what: str) -> None:
     rotates = getattr(config, "no_rope_layers", None)  # SmolLM 3: 1 where a layer does
     if getattr(config, "kv_lora_rank", None):
         raise NotApplicable(f"{what}: rotates keys or queries itself, and latent attention rotates a part of a head")
-    some = rotates is not None and not all(rotates)
+    some = unrotated(config) or (rotates is not None and not all(rotates))
     if some or config.model_type == "cohere2" or (config.model_type == "exaone4" and config.sliding_window is not None):
         raise NotApplicable(f"{what}: rotates keys or queries itself, and some layers of {config.model_type} do not")
 
@@ -96,7 +107,8 @@ def accelerator(kernels: str, device: torch.device, dtype: torch.dtype | None) -
 def sliding_window(config: PreTrainedConfig) -> int | None:
     """The window of a model whose layers all slide: up to so many tokens they are layers of full attention. None: no limit."""
     every = windows(config)
-    return None if None in every else every[0]
+    own = [every[place] for place in attending(config)]
+    return None if None in own else own[0]
 
 
 def standard_probabilities(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None, scaling: float) -> torch.Tensor:

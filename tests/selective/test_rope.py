@@ -1,22 +1,35 @@
 """Rotation outside the forward pass, on every architecture: what the hooks see is what the model used."""
 
+from typing import Any
+
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from baselines.full import Full
 from pqcache.selective import SelectiveCache, attach, rope
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
+from pqcache.selective.shape import served
+from scripts.try_architectures import EXPERTS
 from tests.invariants.cases import ARCHITECTURES, ROTATED, SMALL
 
+# a norm over all heads' queries; a norm of each head's under another name; a gate beside each head's query
+PROJECTIONS: dict[str, dict[str, Any]] = {
+    "olmo2": {},
+    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "full_attention"], "head_dim": 16, **EXPERTS},
+}
 
-@pytest.mark.parametrize("architecture", [*ROTATED, "llama-yarn"])
+
+@pytest.mark.parametrize("architecture", [*ROTATED, "llama-yarn", *PROJECTIONS])
 @torch.no_grad()
 def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if architecture == "llama-yarn":  # yarn scales cos and sin: un-rotating must undo that, too
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
         config = LlamaConfig(**SMALL, rope_parameters=scaling)
+    elif architecture in PROJECTIONS:
+        config = AutoConfig.for_model(architecture, **{**SMALL, **PROJECTIONS[architecture]})
     else:
         config = ARCHITECTURES[architecture]()
     torch.manual_seed(0)
@@ -31,7 +44,7 @@ def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytes
     monkeypatch.setattr(DenseLayer, "attend", spy)
     with attach(model):
         model(torch.randint(3, 100, (2, 9)), past_key_values=SelectiveCache(model, Full()))
-    assert len(seen) == config.num_hidden_layers
+    assert len(seen) == len(served(config))
     for q, k, ctx in seen:
         plain = rope.project_query(ctx.module, ctx.hidden)
         torch.testing.assert_close(rope.rotate(ctx.module, plain, ctx.cos, ctx.sin), q)

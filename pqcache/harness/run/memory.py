@@ -15,7 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.selective import ModelShape
 from pqcache.selective.placement import devices
-from pqcache.selective.shape import windows
+from pqcache.selective.shape import attending, windows
 
 STEP = 512  # `auto` is a multiple of this
 SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take
@@ -43,9 +43,10 @@ def prefill_bytes(config: PreTrainedConfig, tokens: int, dtype: str, attn: str =
 
 
 def kept_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
-    """K and V of `tokens` tokens in all layers, of those with a sliding window at most so many."""
+    """K and V of `tokens` tokens in all layers that have them, of those with a sliding window at most so many."""
     text = config.get_text_config(decoder=True)
-    columns = sum(min(tokens, window or tokens) for window in windows(text))
+    every = windows(text)
+    columns = sum(min(tokens, every[place] or tokens) for place in attending(text))
     return columns * ModelShape.of(text).token * getattr(torch, dtype).itemsize
 
 

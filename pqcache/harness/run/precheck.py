@@ -14,6 +14,7 @@ from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
+from pqcache.selective.shape import served
 
 
 def check_out(out: Path) -> None:
@@ -116,8 +117,8 @@ def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:
 def _misfits(cell: Cell, config: Any) -> list[str]:
     """One line each if the model has too few layers or too short a context for the cell."""
     name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
-    layers, dense = getattr(text, "num_hidden_layers", None), cell.identity["dense_layers"]
-    lines = [f"dense_layers={dense}: {name} has {layers} layers"] if dense and layers and dense > layers else []
+    layers, dense = len(served(text)), cell.identity["dense_layers"]
+    lines = [f"dense_layers={dense}: {name} has {layers} layers that a method serves"] if dense and dense > layers else []
     max_length = models.longest(text, cell.identity["model"])
     if cell.run.smoke or max_length is None:  # a smoke run's prompts and answers are cut to what fits
         return lines

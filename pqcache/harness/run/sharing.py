@@ -25,6 +25,7 @@ from pqcache.harness.run.memory import free_bytes, kept_bytes
 from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, Request, record, record_batch
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.placement import home
+from pqcache.selective.shape import attending
 
 Place = Literal["device", "host", "off"]
 MOST_AT_ONCE = 64  # cells whose decode steps are one batch
@@ -58,7 +59,7 @@ def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     text = config.get_text_config(decoder=True)
     shape = ModelShape.of(text)
     token = shape.h * (shape.d + shape.d_v) + shape.token + text.hidden_size  # q and output, k and v, input
-    return int(text.num_hidden_layers * tokens * token * getattr(torch, dtype).itemsize)
+    return int(len(attending(text)) * tokens * token * getattr(torch, dtype).itemsize)
 
 
 def _beside_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:

@@ -1,0 +1,116 @@
+"""Hybrid models: transformers' own answers, states that follow the rows, and methods that serve the layers of attention."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from pqcache.registry import METHODS, method_class
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate, record
+from pqcache.selective.hybrid import tensors
+from pqcache.selective.lockstep import lockstep
+from scripts.try_architectures import EXPERTS, SMALL
+
+S = 40
+FULL = method_class("full")
+MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
+DELTA = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+}  # fmt: skip
+# convolutions; gated attention; attention beside a state in each layer; no rotation; layers of one kind of module each
+KINDS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, **DELTA},
+    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_d_head": 8, **MAMBA},
+    "granitemoehybrid": {"layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0, **MAMBA},
+    "nemotron_h": {
+        "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"], "head_dim": 16,
+        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def hybrid(request: pytest.FixtureRequest) -> PreTrainedModel:
+    torch.manual_seed(0)
+    sizes = {"num_hidden_layers": len(KINDS[request.param].get("layer_types", "four"))}
+    experts = EXPERTS if request.param == "qwen3_next" else {}
+    config = AutoConfig.for_model(request.param, **{**SMALL, **sizes, **experts, **KINDS[request.param]})
+    model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
+    for weight in model.parameters():
+        weight.data *= 3 if weight.ndim > 1 else 1
+    return model
+
+
+def prompt() -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts, the first one left-padded, and their mask."""
+    ids = torch.randint(3, 128, (2, S), generator=torch.Generator().manual_seed(1))
+    ids[0, :13] = 0
+    return ids, (ids != 0).long()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Any, sizes: list[int], masked: bool) -> torch.Tensor:
+    """Of every position of blocks of these sizes."""
+    ids, mask = prompt()
+    positions, out, end = (mask.cumsum(-1) - 1).clamp_min(0), [], 0
+    for size in sizes:
+        start, end = end, end + size
+        how = {"attention_mask": mask[:, :end]} if masked else {}
+        block = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
+        out.append(model(**block, past_key_values=cache, use_cache=True, **how).logits)
+    return torch.cat(out, 1)[mask.bool()]
+
+
+@pytest.mark.parametrize("sizes", [[30, *[1] * 10], [17, 13, *[1] * 10], [30, 1, 1, 8]], ids=["whole", "chunks", "turns"])
+def test_logits_are_those_of_transformers(hybrid: PreTrainedModel, sizes: list[int]) -> None:
+    """Also where nothing but `begin` says what is padding, which states must not see."""
+    stock = DynamicCache(config=hybrid.config)
+    theirs = logits(hybrid, stock, sizes, masked=True)
+    kept = sum(x.nbytes for x in tensors(stock))
+    for masked in (True, False):
+        with attach(hybrid):
+            cache = SelectiveCache(hybrid, FULL())
+            cache.begin([17, 30], left_padded=True)
+            ours = logits(hybrid, cache, sizes, masked)
+        assert (ours - theirs).abs().max() < 1e-9
+    assert cache.other_bytes() == kept > 0
+
+
+def test_beams(hybrid: PreTrainedModel) -> None:
+    """States follow their rows."""
+    ids, mask = prompt()
+    call = partial(hybrid.generate, ids, attention_mask=mask, max_new_tokens=12, do_sample=False, num_beams=3)
+    theirs = call()
+    with attach(hybrid):
+        assert torch.equal(call(past_key_values=SelectiveCache(hybrid, FULL())), theirs)
+
+
+def test_every_method(hybrid: PreTrainedModel) -> None:
+    """A prefill in common and steps in common give what each method gives alone; a request leaves nothing to the next."""
+    ids = prompt()[0][1:]
+    plain = hybrid.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, S:].tolist()
+    prefill = record(hybrid, ids)
+    works, alone, names = [], [], []
+    for name in METHODS:
+        try:
+            method, exact = (method_class(name)(budget=Budget(ratio=0.3)), method_class(name).noop())
+            for one in (method, exact):
+                one.prepare(hybrid, ids.repeat(1, 8), None)
+            torch.manual_seed(0)
+            answer = generate(hybrid, method, ids, max_new_tokens=8)
+        except (NotApplicable, ValueError) as e:
+            print(name, e)
+            continue
+        assert generate(hybrid, exact, ids, max_new_tokens=8).token_ids == plain, name
+        names.append(name)
+        alone.append(answer)
+        works.append(partial(generate, hybrid, method, ids, max_new_tokens=8, prefill=prefill))
+    torch.manual_seed(0)
+    for name, mine, other in zip(names, lockstep(hybrid, works), alone, strict=True):
+        print(name, mine, other.attended_tokens)
+    assert 0
