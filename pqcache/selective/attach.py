@@ -181,7 +181,9 @@ class Hooks:
         following = zip(self.modules, [*self.modules[1:], self.modules[-1]], strict=True)
         self.ahead = {module.layer_idx: self.rotary[after.layer_idx] for module, after in following}
         # the last decoder layer, if it has attention
-        self.ends = self.modules[-1].layer_idx if self.modules[-1] in [*model.get_decoder().layers[-1].children()] else None
+        self.ends = (
+            self.modules[-1].layer_idx if self.modules[-1] in [*model.get_decoder().layers[-1].children()] else None
+        )
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:

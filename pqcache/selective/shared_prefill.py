@@ -198,7 +198,14 @@ def record(
     with attach(model):
         for block, at in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
             out = model(input_ids=block, position_ids=at, past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return Prefill(ids.shape[1], cache.attn, out.logits[:, -1], tape.calls, pads, hybrid.copied(cache.states, host=device is not None))
+    return Prefill(
+        ids.shape[1],
+        cache.attn,
+        out.logits[:, -1],
+        tape.calls,
+        pads,
+        hybrid.copied(cache.states, host=device is not None),
+    )
 
 
 @torch.no_grad()

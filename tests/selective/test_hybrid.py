@@ -9,10 +9,12 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import method_class
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate, record
 from pqcache.selective.hybrid import tensors
 from pqcache.selective.lockstep import lockstep
+from pqcache.selective.shape import served
+from pqcache.selective.support import unrotated
 from scripts.try_architectures import EXPERTS, SMALL
 
 S = 40
@@ -24,7 +26,7 @@ DELTA = {
 # convolutions; gated attention; attention beside a state in each layer; no rotation; layers of one kind of module each
 KINDS: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, **DELTA},
+    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, **DELTA, **EXPERTS},
     "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_d_head": 8, **MAMBA},
     "granitemoehybrid": {"layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0, **MAMBA},
     "nemotron_h": {
@@ -36,10 +38,12 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=KINDS)
 def hybrid(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return small(request.param)
+
+
+def small(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    sizes = {"num_hidden_layers": len(KINDS[request.param].get("layer_types", "four"))}
-    experts = EXPERTS if request.param == "qwen3_next" else {}
-    config = AutoConfig.for_model(request.param, **{**SMALL, **sizes, **experts, **KINDS[request.param]})
+    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind], "num_hidden_layers": 4})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
     for weight in model.parameters():
         weight.data *= 3 if weight.ndim > 1 else 1
@@ -66,7 +70,9 @@ def logits(model: PreTrainedModel, cache: Any, sizes: list[int], masked: bool) -
     return torch.cat(out, 1)[mask.bool()]
 
 
-@pytest.mark.parametrize("sizes", [[30, *[1] * 10], [17, 13, *[1] * 10], [30, 1, 1, 8]], ids=["whole", "chunks", "turns"])
+@pytest.mark.parametrize(
+    "sizes", [[30, *[1] * 10], [17, 13, *[1] * 10], [30, 1, 1, 8]], ids=["whole", "chunks", "turns"]
+)
 def test_logits_are_those_of_transformers(hybrid: PreTrainedModel, sizes: list[int]) -> None:
     """Also where nothing but `begin` says what is padding, which states must not see."""
     stock = DynamicCache(config=hybrid.config)
@@ -90,27 +96,41 @@ def test_beams(hybrid: PreTrainedModel) -> None:
         assert torch.equal(call(past_key_values=SelectiveCache(hybrid, FULL())), theirs)
 
 
-def test_every_method(hybrid: PreTrainedModel) -> None:
+def test_methods_serve_the_layers_of_attention(hybrid: PreTrainedModel) -> None:
     """A prefill in common and steps in common give what each method gives alone; a request leaves nothing to the next."""
-    ids = prompt()[0][1:]
-    plain = hybrid.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, S:].tolist()
-    prefill = record(hybrid, ids)
-    works, alone, names = [], [], []
-    for name in METHODS:
+    ids, names = prompt()[0][1:], ("full", "pqcache", "h2o", "pyramidkv", "infllm", "int8")
+    plain = hybrid.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, S:].tolist()
+    prefill = record(hybrid, ids, prefill_chunk=16, device="cpu")
+    alone, works = [], []
+    for name in names:
         try:
-            method, exact = (method_class(name)(budget=Budget(ratio=0.3)), method_class(name).noop())
-            for one in (method, exact):
-                one.prepare(hybrid, ids.repeat(1, 8), None)
-            torch.manual_seed(0)
-            answer = generate(hybrid, method, ids, max_new_tokens=8)
-        except (NotApplicable, ValueError) as e:
-            print(name, e)
+            method = method_class(name)(budget=Budget(ratio=0.3))
+            alone.append(generate(hybrid, method, ids, max_new_tokens=5))
+        except NotApplicable:
+            assert name == "infllm" and unrotated(hybrid.config)
             continue
-        assert generate(hybrid, exact, ids, max_new_tokens=8).token_ids == plain, name
-        names.append(name)
-        alone.append(answer)
-        works.append(partial(generate, hybrid, method, ids, max_new_tokens=8, prefill=prefill))
-    torch.manual_seed(0)
-    for name, mine, other in zip(names, lockstep(hybrid, works), alone, strict=True):
-        print(name, mine, other.attended_tokens)
-    assert 0
+        works.append(
+            partial(generate, hybrid, method, ids, max_new_tokens=5, prefill=prefill if name != "infllm" else None)
+        )
+    assert alone[0].token_ids == plain
+    for mine, other in zip(lockstep(hybrid, works), alone, strict=True):
+        assert (mine.token_ids, mine.attended_tokens, mine.resident_bytes) == (
+            other.token_ids, other.attended_tokens, other.resident_bytes,
+        )  # fmt: skip
+        assert mine.extra["other_layers_bytes"] == other.extra["other_layers_bytes"] > 0
+        assert mine.extra["served_layers"] == len(served(hybrid.config))
+
+
+@torch.no_grad()
+def test_a_refused_pass_is_not_continued() -> None:
+    """Layers before the first attention have taken its tokens in."""
+    model, ids = small("lfm2"), prompt()[0][1:]
+    with attach(model):
+        cache = SelectiveCache(model, FULL())
+        cache.begin([8])
+        with pytest.raises(ValueError, match="crosses the end"):
+            model(ids[:, :9], past_key_values=cache, use_cache=True)
+        with pytest.raises(RuntimeError, match="did not finish"):
+            model(ids[:, :8], past_key_values=cache, use_cache=True)
+        cache.begin([8])
+        model(ids[:, :8], past_key_values=cache, use_cache=True)
