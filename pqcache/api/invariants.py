@@ -120,7 +120,7 @@ def bytes_counted(model: PreTrainedModel, subject: Subject) -> None:
     cache = SelectiveCache(model, subject.make())
     with attach(model):
         Session(model, cache, [tokens(300, 1)]).step([5])
-    for layer in cache.layers:
+    for layer in cache.served:
         counted = {t.untyped_storage().data_ptr() for part in layer.tensors().values() for t in part}
         held = [thing for thing in walk(layer) if isinstance(thing, torch.Tensor) and thing.numel()]
         missing = [t for t in held if t.untyped_storage().data_ptr() not in counted]
@@ -172,7 +172,7 @@ def attended(model: PreTrainedModel, method: Method, prompt: int, steps: int) ->
         for token in tokens(steps, 2):
             seen.append({})
             session.step([token])
-    chosen = range(method.dense_layers or 0, len(cache.layers))
+    chosen = range(method.dense_layers or 0, len(cache.served))
     silent = [i for i in chosen if any(i not in step for step in seen)]
     _require(not silent, f"layers {silent} told the ledger of no attended tokens")
     return [[step[i] for i in chosen] for step in seen]

@@ -268,7 +268,7 @@ class SelectiveCache(Request):
         self._substituted = False
         if step.ends_prompt:
             self._announced = False
-            self.ledger.facts |= described(self.layers[-1].scaling)
+            self.ledger.facts |= described(self.attending[-1].scaling)
             self.note_resident()
 
     def note_step(self) -> None:

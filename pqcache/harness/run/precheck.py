@@ -118,7 +118,9 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     """One line each if the model has too few layers or too short a context for the cell."""
     name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
     layers, dense = len(served(text)), cell.identity["dense_layers"]
-    lines = [f"dense_layers={dense}: {name} has {layers} layers that a method serves"] if dense and dense > layers else []
+    lines = (
+        [f"dense_layers={dense}: {name} has {layers} layers that a method serves"] if dense and dense > layers else []
+    )
     max_length = models.longest(text, cell.identity["model"])
     if cell.run.smoke or max_length is None:  # a smoke run's prompts and answers are cut to what fits
         return lines
