@@ -30,7 +30,7 @@ from pqcache.api.drive import SMALL
 from pqcache.registry import method_class
 from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.attach import check_config
-from pqcache.selective.shape import windows
+from pqcache.selective.shape import served
 from pqcache.selective.support import sliding_window
 
 TEMPLATE = Path(__file__).with_name("architectures.txt")
@@ -119,9 +119,10 @@ def attempt(family: Family) -> Trial:
         if weight.ndim > 1:  # else attention, and so what a method does, hardly matters
             weight.data *= SCALE
     stock = answer(model)
-    if sliding_window(config.get_text_config()):
+    text = config.get_text_config()
+    if sliding_window(text):
         trial.note = "up to the length of its sliding window"
-    elif any(windows(config.get_text_config())):
+    elif len(served(text)) < text.num_hidden_layers:
         trial.note = "its layers of full attention"
     for name, options in METHODS.items():
         trial.methods[name] = _under(model, name, options, stock)

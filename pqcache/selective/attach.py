@@ -176,14 +176,13 @@ class Hooks:
         kinds: dict[str, Any] = {}  # one object each, so that two layers of one kind have the same
         for module in self.modules:
             kinds.setdefault(kind_of(model.config, module), rotary_of(model.get_decoder(), module))
-        self.rotary = {module.layer_idx: kinds[kind_of(model.config, module)] for module in self.modules}
-        # the next layer with attention, of each; the last one's is its own
-        following = zip(self.modules, [*self.modules[1:], self.modules[-1]], strict=True)
-        self.ahead = {module.layer_idx: self.rotary[after.layer_idx] for module, after in following}
-        # the last decoder layer, if it has attention
+        text = model.config.get_text_config(decoder=True)
+        places, rotary = attending(text), [kinds[kind_of(model.config, module)] for module in self.modules]
+        self.rotary = dict(zip(places, rotary, strict=True))
+        self.ahead = dict(zip(places, [*rotary[1:], rotary[-1]], strict=True))  # of the next layer with attention
         self.ends = (
-            self.modules[-1].layer_idx if self.modules[-1] in [*model.get_decoder().layers[-1].children()] else None
-        )
+            places[-1] if places[-1] == text.num_hidden_layers - 1 else None
+        )  # the last layer, if it has attention
         self.last_only = False  # whether the pass under way returns the last token's logits and nothing else
 
     def register(self, model: PreTrainedModel) -> list[RemovableHandle]:
@@ -209,7 +208,7 @@ class Hooks:
             return None
         for cache in caches:
             cache.open_forward()
-        inputs = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
+        inputs: Any = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         inputs = args[0] if inputs is None and args else inputs
         if mask is None and inputs is not None and (padding := caches[0].padding_mask(inputs)) is not None:
             return args, {**kwargs, "attention_mask": padding}

@@ -68,7 +68,7 @@ def unrotated(config: PreTrainedConfig) -> bool:
     if config.model_type == "olmo_hybrid":
         return not (config.rope_parameters or {}).get("rope_theta")
     own = config.model_type == "granitemoehybrid" and config.position_embedding_type != "rope"
-    return own or config.model_type in ("jamba", "nemotron_h")
+    return own or config.model_type in ("jamba", "kimi_linear", "nemotron_h")
 
 
 def check_rotated(config: PreTrainedConfig, what: str) -> None:

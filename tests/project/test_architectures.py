@@ -9,7 +9,7 @@ from scripts import try_architectures
 
 def test_a_few_architectures(capsys: pytest.CaptureFixture[str], repo: Path) -> None:
     """Refusals of the configuration alone; each is a row of the page."""
-    kinds = "gpt2 opt mamba t5 jamba deepseek_v32 mimo_v2_flash falcon".split()
+    kinds = "gpt2 opt mamba t5 zamba2 deepseek_v32 mimo_v2_flash falcon".split()
     assert try_architectures.main(kinds) == 0
     page = (repo / "docs" / "architectures.md").read_text()
     lines = dict(line.split(": refused: ") for line in capsys.readouterr().out.splitlines())
