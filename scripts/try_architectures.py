@@ -51,6 +51,7 @@ KINDS = {
     "sinks": "gpt_oss",
     "soft caps": "gemma2",
     "latent": "deepseek_v3",
+    "states beside attention": "qwen3_next",
 }
 SCALE = 4.0  # of the weights that transformers draws
 SAME, OTHER = 1e-4, 1e-3  # logits that differ by less are equal; those of a method at work differ by more

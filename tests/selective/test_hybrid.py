@@ -15,25 +15,13 @@ from pqcache.selective.hybrid import tensors
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.shape import served
 from pqcache.selective.support import unrotated
-from scripts.try_architectures import EXPERTS, SMALL
+from scripts.try_architectures import FAMILIES, SMALL
 
 S = 40
 FULL = method_class("full")
-MAMBA = {"mamba_n_heads": 8, "mamba_d_state": 8, "mamba_chunk_size": 16}
-DELTA = {
-    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
-}  # fmt: skip
-# convolutions; gated attention; attention beside a state in each layer; no rotation; layers of one kind of module each
-KINDS: dict[str, dict[str, Any]] = {
-    "lfm2": {"layer_types": ["conv", "full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention"] * 2, "head_dim": 16, **DELTA, **EXPERTS},
-    "falcon_h1": {"head_dim": 16, "mamba_d_ssm": 64, "mamba_d_head": 8, **MAMBA},
-    "granitemoehybrid": {"layer_types": ["full_attention", "linear_attention"] * 2, "num_local_experts": 0, **MAMBA},
-    "nemotron_h": {
-        "layers_block_type": ["linear_attention", "full_attention", "mlp", "full_attention"], "head_dim": 16,
-        "mamba_num_heads": 8, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "chunk_size": 16,
-    },
-}  # fmt: skip
+OPTIONS = {family.kind: family.options for family in FAMILIES}
+# convolutions; gated attention; attention beside a state in each layer; no rotation; one module per layer; three states a layer
+KINDS = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear")
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -43,7 +31,7 @@ def hybrid(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 def small(kind: str) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = AutoConfig.for_model(kind, **{**SMALL, **KINDS[kind], "num_hidden_layers": 4})
+    config = AutoConfig.for_model(kind, **{**SMALL, **OPTIONS[kind]})
     model = AutoModelForCausalLM.from_config(config, experts_implementation="eager").double().eval()
     for weight in model.parameters():
         weight.data *= 3 if weight.ndim > 1 else 1

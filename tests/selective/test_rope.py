@@ -1,7 +1,5 @@
 """Rotation outside the forward pass, on every architecture: what the hooks see is what the model used."""
 
-from typing import Any
-
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
@@ -11,15 +9,11 @@ from pqcache.selective import SelectiveCache, attach, rope
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import served
-from scripts.try_architectures import EXPERTS
+from scripts.try_architectures import FAMILIES
 from tests.invariants.cases import ARCHITECTURES, ROTATED, SMALL
 
 # a norm over all heads' queries; a norm of each head's under another name; a gate beside each head's query
-PROJECTIONS: dict[str, dict[str, Any]] = {
-    "olmo2": {},
-    "lfm2": {"layer_types": ["conv", "full_attention", "full_attention"]},
-    "qwen3_next": {"layer_types": ["linear_attention", "full_attention", "full_attention"], "head_dim": 16, **EXPERTS},
-}
+PROJECTIONS = {family.kind: family.options for family in FAMILIES if family.kind in ("olmo2", "lfm2", "qwen3_next")}
 
 
 @pytest.mark.parametrize("architecture", [*ROTATED, "llama-yarn", *PROJECTIONS])
