@@ -4,6 +4,7 @@ import copy
 import subprocess
 import sys
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -228,6 +229,17 @@ def test_nested_use_is_refused(llama: PreTrainedModel) -> None:
             pass
         llama.generate(tokens(80, 1), max_new_tokens=2, **GREEDY)
     assert state(llama) == before
+
+
+def test_calls_of_eight_threads_take_turns(llama: PreTrainedModel) -> None:
+    """As in a web server: each gets what it gets alone."""
+    prompts = [tokens(70 + 3 * i, seed=i) for i in range(8)]
+    how = {"max_new_tokens": 12, "do_sample": False}
+    with pqcache.use(llama, "pqcache", budget=0.3, n_sink=4, b=4):
+        alone = [llama.generate(ids, **how) for ids in prompts]
+        with ThreadPoolExecutor(8) as pool:
+            together = list(pool.map(lambda ids: llama.generate(ids, **how), prompts * 2))
+    assert all(torch.equal(a, b) for a, b in zip(alone * 2, together, strict=True))
 
 
 def test_a_loop_of_one_s_own(llama: PreTrainedModel) -> None:

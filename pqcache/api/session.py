@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
@@ -99,14 +100,16 @@ def _calibration_text(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
 class Session:
     """A model under a method; made by `use`. May be entered again after it was left.
 
-    model, method, attn, kernels: what it was made of. Inside the block `model.generate` answers under the method; outside of it
-    the model is exactly as it was.
+    model, method, attn, kernels: what it was made of. Inside the block `model.generate` answers under the method, one call at a
+    time, whatever thread it comes from; outside of it the model is exactly as it was.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto", kernels: str = "torch") -> None:
         self.model, self.method, self.attn, self.kernels = model, method, attn, kernels
         self._stack: ExitStack | None = None
         self._last: Report | None = None
+        # calls of several threads take turns: hooks and attention are the model's, and know one pass at a time
+        self._turn = threading.RLock()
         # cache -> the sequences that `generate` returned with it, (rows, columns); None after beam search
         self._seen: WeakKeyDictionary[SelectiveCache, torch.Tensor | None] = WeakKeyDictionary()
 
@@ -248,4 +251,5 @@ class _Generate:
     def __call__(
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, *rest: Any, **kwargs: Any
     ) -> Any:
-        return self.session._generate(self.stock, inputs, generation_config, rest, kwargs)
+        with self.session._turn:
+            return self.session._generate(self.stock, inputs, generation_config, rest, kwargs)
