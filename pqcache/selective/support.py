@@ -140,7 +140,8 @@ def dense_attention(module, q, k, v, mask, scaling, **kwargs):
     """transformers' sdpa; exact torch where the model caps its scores or has attention sinks, which sdpa does not know."""
     if is_plain(scaling):
         return sdpa_attention_forward(module, q, k, v, mask, scaling=scaling, **kwargs)
-    return attend_exactly(q, k, v, mask, scaling), None
+    seen = mask if mask is None or mask.dtype == torch.bool else mask == 0  # of an additive one
+    return attend_exactly(q, k, v, seen, scaling), None
 
 
 def attention_kernel(attn: str) -> tuple[str, Callable]:

@@ -20,10 +20,19 @@ from pqcache.selective import Method
 from scripts import try_architectures
 
 SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
-LATENT = {**SMALL, **next(x.options for x in try_architectures.FAMILIES if x.kind == "deepseek_v3")}
-WIDE = {"sliding_window": 512, "head_dim": 16}
+LATENT = {
+    **SMALL,
+    **next(x.options for x in try_architectures.FAMILIES if x.kind == "deepseek_v3"),
+    "first_k_dense_replace": 9,
+}
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-SLIDING = {"sliding_window": 512, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+KINDS = [
+    "full_attention",
+    "sliding_attention",
+    "full_attention",
+    "full_attention",
+]  # as many served layers as the others have
+MIXED = {**SMALL, "sliding_window": 32, "num_hidden_layers": 4, "layer_types": KINDS, "head_dim": 16}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": partial(AutoConfig.for_model, "llama", **SMALL),
@@ -34,12 +43,10 @@ ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "phi3": partial(AutoConfig.for_model, "phi3", **SMALL),
     "glm": partial(AutoConfig.for_model, "glm", **SMALL, head_dim=16),
     "glm4": partial(AutoConfig.for_model, "glm4", **SMALL, head_dim=16),
-    "gemma3": partial(AutoConfig.for_model, "gemma3_text", **SMALL, **SLIDING, head_dim=16, query_pre_attn_scalar=16),
-    "gemma2": partial(
-        AutoConfig.for_model, "gemma2", **SMALL, **WIDE, query_pre_attn_scalar=16, attn_logit_softcapping=8.0
-    ),
+    "gemma3": partial(AutoConfig.for_model, "gemma3_text", **MIXED, query_pre_attn_scalar=16),
+    "gemma2": partial(AutoConfig.for_model, "gemma2", **MIXED, query_pre_attn_scalar=16, attn_logit_softcapping=8.0),
     "deepseek-v3": partial(AutoConfig.for_model, "deepseek_v3", **LATENT),
-    "gpt-oss": partial(AutoConfig.for_model, "gpt_oss", **SMALL, **WIDE, **EXPERTS),
+    "gpt-oss": partial(AutoConfig.for_model, "gpt_oss", **MIXED, **EXPERTS),
 }
 ROTATED = [name for name in ARCHITECTURES if name != "deepseek-v3"]  # whole heads: methods can do it, too
 
