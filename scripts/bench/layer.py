@@ -101,7 +101,7 @@ class AttentionLayer:
     def cache(self, method: Method, s: int) -> SelectiveCache:
         """An empty cache for s prompt tokens. The method works on its only layer, even where first layers stay dense."""
         cache = SelectiveCache(self.model, method)
-        layer = cache.layers[0] = method.make_layer(0, cache.shape)
+        layer = cache.layers[0] = cache.served[0] = method.make_layer(0, cache.shape)
         layer.owner = weakref.ref(cache)
         cache.begin([s])
         return cache
