@@ -36,6 +36,7 @@ METHODS: dict[str, str] = {
     "snapkv": "baselines.snapkv:SnapKV",
     "pyramidkv": "baselines.pyramidkv:PyramidKV",
     "kvcrush": "baselines.kvcrush:KVCrush",
+    "adakv": "baselines.adakv:AdaKV",
     "sparq": "baselines.sparq:SparQ",
     "replay": "baselines.replay:Replay",
     "infllm": "baselines.infllm:InfLLM",

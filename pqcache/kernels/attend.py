@@ -298,6 +298,31 @@ def attend_parts(
     return _run(q[None], segments, (4 * d, 4 * d), scaling, sum(counts) * n * h_kv)
 
 
+def attend_ragged(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    new_k: torch.Tensor,
+    new_v: torch.Tensor,
+    scaling: float,
+) -> torch.Tensor:
+    """Attention of row r's query over counts[r] tokens from starts[r] on, and over the row's newer ones: (n, 1, g, d).
+
+    q (n, g, 1, d); k, v (entries, d), rows one after the other; new_k, new_v (n, 1, newer, d), rows `side_by_side`; see `serves`.
+    """
+    n, _, newer, d = new_k.shape
+    segments, size = np.zeros((n, 1, 2, COLUMNS), np.int64), d * k.element_size()
+    first = np.array(starts, np.int64) * size
+    segments[:, 0, 0, KEYS], segments[:, 0, 0, VALUES] = k.data_ptr() + first, v.data_ptr() + first
+    segments[:, :, 1, KEYS], segments[:, :, 1, VALUES] = addresses(new_k, 0, 1), addresses(new_v, 0, 1)
+    segments[:, 0, 0, TOKENS], segments[:, 0, 1, TOKENS] = counts, newer
+    parts = (max(counts) + newer) // _PART
+    tokens = sum(counts) + n * newer
+    return _run(q[None], segments, (size, size), scaling, tokens, parts, kind=KINDS[k.dtype]).to(q.dtype)
+
+
 def serves_chosen(h: int, h_kv: int, heads: int) -> bool:
     """Whether `attend_chosen` serves h query heads over h_kv KV heads with `heads` choices."""
     return heads in (1, h_kv) or (heads == h and h // h_kv <= _MOST_HEADS)

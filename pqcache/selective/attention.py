@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from pqcache import kernels
 from pqcache.kernels.scaling import cap_of, capped, denominator, is_plain, sinks_of, token_share
 from pqcache.selective.group import per_head
+from pqcache.store.ragged import RaggedStore
 from pqcache.store.transfer import table
 
 # A weight of less, where the largest is 1, has no part in a sum of fp32. A trained model's attention is full of weights that are
@@ -84,6 +85,20 @@ def attend_exactly(
         part = partial(q[:, :, start:stop], k[:, :, :seen], v[:, :, :seen], scaling, some)
         out.append(with_sinks(part, scaling).out)
     return torch.cat(out, 2).transpose(1, 2).to(q.dtype)
+
+
+def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float) -> torch.Tensor:
+    """Attention of one token per row over all tokens of its row in the store: q (n, g, 1, d) -> (n, 1, g, d)."""
+    assert store.k is not None and store.v is not None
+    newer, (new_k, new_v) = store.newer.length, store.newer.view()
+    k, v, starts, counts = store.k.data[0, 0], store.v.data[0, 0], store.k.starts, store.k.counts
+    if kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
+        return kernels.attend.attend_ragged(q, k, v, starts, counts, new_k, new_v, scaling)
+    out = []
+    for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
+        rows = (torch.cat([x[start : start + count], new[row, 0, :newer]]) for x, new in ((k, new_k), (v, new_v)))
+        out.append(attend_one(q[row : row + 1], *(x[None, None] for x in rows), scaling))
+    return torch.cat(out)
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:

@@ -30,6 +30,7 @@ class EvictionPolicy(Method):
     kind: ClassVar[str] = "evict"
     # what compositions read (baselines/kvcrush.py, baselines/combined):
     composable: ClassVar[bool] = True  # its choice works in another method's layer
+    ragged: ClassVar[bool] = False  # KV heads keep different numbers of tokens
     ranks_by_scores: ClassVar[bool] = True  # `ranking` of its head scores alone decides which candidates stay
     static_options: ClassVar[dict[str, Any]] = {}  # hyper-parameters under which it prunes once, after the prompt
 

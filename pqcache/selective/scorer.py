@@ -75,3 +75,4 @@ class Prompt:
     lengths: list[int]
     plans: list[Plan]
     ctx: LayerContext
+    heads: int = 1  # so many rows, one after the other, are the KV heads of one row of the batch; see ragged.py

@@ -124,6 +124,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"grouping": "kmeans", "base_options": {"n_sink": 4, "w": 8}},
         {"base": "pyramidkv", "anchor": "random", "pick": "random", "base_options": {"n_sink": 4}},
     ],
+    "adakv": [
+        {"base_options": {"n_sink": 4, "w": 8}},
+        {"base": "pyramidkv", "floor": 0.5, "protocol": "release"},
+        {"base": "keydiff", "floor": 0.0, "base_options": {"n_sink": 4}},
+    ],
     "int8": [{}, {"residual": 5}],
     # a third of the tokens in 8 bits, the others in 2
     "zipcache": [

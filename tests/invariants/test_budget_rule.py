@@ -28,6 +28,7 @@ DECLARED = {
     **dict.fromkeys(("quest", "infllm"), "whole"),
     **dict.fromkeys(("snapkv", "kvcrush", "kvcrush_mixed", "keydiff"), "refreshed"),
     "pyramidkv": "pooled",
+    "adakv": "prompt",
     "h2o_c": "extra",
     **dict.fromkeys(("expected_attention", "twilight", "magicpig", "shadowkv"), "prompt"),
     "replay": "own",

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pqcache import kernels
-from pqcache.selective.attention import attend_one
+from pqcache.selective.attention import attend_one, attend_ragged
+from pqcache.store.ragged import RaggedStore
 from pqcache.store.resident import ResidentStore
 from tests.threads import threads
 
@@ -45,6 +46,39 @@ def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale
     sums = (q.abs() @ each.transpose(2, 3)).max() * d**-0.5
     rounding = 2 * torch.finfo(torch.float32).eps * sums * values.abs().max()
     torch.testing.assert_close(out, attend_one(q, keys, values, d**-0.5, valid), rtol=1e-4, atol=1e-5 + float(rounding))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("newer", [1, 40])
+def test_rows_of_different_lengths(dtype: torch.dtype, newer: int) -> None:
+    """As attention of each row alone over what it holds and its newer tokens; a row may hold nothing but these."""
+    draw = torch.Generator().manual_seed(newer)
+    counts, g, d = [300, 0, 17, 2500], 3, 16
+    k, v = (torch.randn(4, 1, 2600, d, generator=draw).to(dtype) for _ in range(2))
+    slots = torch.stack([torch.randperm(2600, generator=draw).sort().values[:2500] for _ in counts])[:, None]
+    store = RaggedStore()
+    store.take(k, v, slots, counts)
+    for _ in range(newer):
+        store.append(*(torch.randn(4, 1, 1, d, generator=draw).to(dtype) for _ in range(2)))
+    assert store.lengths == [count + newer for count in counts]
+    q = torch.randn(4, g, 1, d, generator=draw).to(dtype)
+    with threads(2):
+        out = attend_ragged(q, store, 0.3)
+    with kernels.plain_torch():
+        expected = attend_ragged(q.double(), store_of(store, torch.float64), 0.3)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-5 if dtype == torch.float32 else 1e-2)
+
+
+def store_of(store: RaggedStore, dtype: torch.dtype) -> RaggedStore:
+    """The same store in another dtype, its rows in another order and back."""
+    wide = RaggedStore()
+    k, v = (x.to(dtype) for x in store.view())
+    wide.take(k[:, :, :-1], v[:, :, :-1], torch.arange(k.shape[2]).expand(4, 1, -1), [n - 1 for n in store.lengths])
+    last = torch.tensor(store.lengths)[:, None, None, None] - 1
+    wide.append(*(x.gather(2, last.expand(-1, 1, 1, x.shape[3])) for x in (k, v)))
+    wide.map_rows(torch.tensor([2, 0, 3, 1]))
+    wide.map_rows(torch.tensor([1, 3, 0, 2]))
+    return wide
 
 
 def test_who_is_served():

@@ -110,6 +110,8 @@ def cache_bytes(
         if method.replans and method.budget.tokens:  # refreshed ones drop before they take another token
             most = max(*plans, method.budget.tokens) + (not method.refreshes)
         entries = sum(round_up(min(min(prompt_tokens, plan) + new_tokens, most)) for plan in plans)
+        if method.ragged:  # rows of a prompt have no room for more
+            entries = sum(min(prompt_tokens, plan) + round_up(new_tokens) for plan in plans)
         copies = shape.group if method.repeats_kv else 1
         return whole * dense + entries * copies * (kept + ENTRY * shape.h_kv), 0, True
     all_layers = whole * len(rest)
