@@ -14,6 +14,8 @@ Deviations:
 - Shares are rounded by largest remainder: what the heads hold is the budget exactly, except under protocol=release.
 - Where an aligned token budget lets its base rank again during the answer, Ada-KV prunes once, as published.
 - A new turn prunes again, over heads of different lengths, except under protocol=release.
+- Max pooling makes many equal scores; ties go to the earlier token. On SmolLM2 every head keeps as many tokens as under the authors'
+  code, of the same scores; which of equals stay differs.
 - kvpress's press understands the safeguard as a minimum: each head keeps its best `floor` of an even share, and the rest goes to
   the best of all heads. The paper's algorithm 2 gives a head with little a larger share, and one with much a smaller one.
 """
