@@ -2,7 +2,7 @@
 
 The k best candidates of all KV heads of a layer together say how many tokens each head deserves (algorithm 1). A safeguard
 gives every head the share `floor` of an even division beside 1 - floor of what it deserves (algorithm 2). Each head then keeps
-its best. Sinks and local window stay in every head. Scores, window and the layers' budgets are those of `base`: SnapKV, or PyramidKV.
+its best. Sinks and local window stay in every head. Scores, window and the layers' budgets are those of `base`.
 
     python run.py method=adakv method.base=pyramidkv
 
@@ -14,8 +14,9 @@ Deviations:
 - Shares are rounded by largest remainder: what the heads hold is the budget exactly, except under protocol=release.
 - Where an aligned token budget lets its base rank again during the answer, Ada-KV prunes once, as published.
 - A new turn prunes again, over heads of different lengths, except under protocol=release.
-- Max pooling makes many equal scores; ties go to the earlier token. On SmolLM2 every head keeps as many tokens as under the authors'
-  code, of the same scores; which of equals stay differs.
+- Heads of their own length do not carry a model's attention sinks (GPT-OSS).
+- Max pooling makes many equal scores; ties go to the earlier token. On SmolLM2 every head keeps as many tokens as under the
+  authors' code, of the same scores; which of equals stay differs.
 - kvpress's press understands the safeguard as a minimum: each head keeps its best `floor` of an even share, and the rest goes to
   the best of all heads. The paper's algorithm 2 gives a head with little a larger share, and one with much a smaller one.
 """

@@ -92,7 +92,7 @@ def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float) -> torch.
     assert store.k is not None and store.v is not None
     newer, (new_k, new_v) = store.newer.length, store.newer.view()
     k, v, starts, counts = store.k.data[0, 0], store.v.data[0, 0], store.k.starts, store.k.counts
-    if kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
+    if is_plain(scaling) and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
         return kernels.attend.attend_ragged(q, k, v, starts, counts, new_k, new_v, scaling)
     out = []
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):

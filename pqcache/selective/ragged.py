@@ -22,6 +22,7 @@ from pqcache.selective.evictor import join_rows
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.support import WITH_SINKS
 from pqcache.store.ragged import Ragged, RaggedStore
 from pqcache.store.resident import ResidentStore
 
@@ -36,8 +37,8 @@ class RaggedMethod(EvictionMethod):
 
     def check_model(self, config: PreTrainedConfig) -> None:
         super().check_model(config)
-        if getattr(config, "attn_logit_softcapping", None) or config.model_type in WITH_SINKS:
-            raise NotApplicable(f"{self.name}: heads of their own length have no soft caps and attention sinks of a model yet")
+        if config.model_type in WITH_SINKS:
+            raise NotApplicable(f"{self.name}: heads of their own length do not carry a model's attention sinks")
 
     def choose_heads(
         self, scores: list[torch.Tensor | None], lengths: list[int], plan: Plan, layer_idx: int

@@ -40,6 +40,8 @@ _FAMILIES = {
 }
 _SERVED = {"full_attention", "sliding_attention", *BOTH, *STATE, *NOTHING}  # types of layers
 
+WITH_SINKS = ("gpt_oss", "granite_swa")  # a learned logit per head in every softmax
+
 
 def check_architecture(config: PreTrainedConfig) -> None:
     """Raise ValueError, one line, if the model's attention cannot be served exactly.

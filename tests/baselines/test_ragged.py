@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from baselines.adakv import AdaKV
@@ -43,7 +42,9 @@ def test_bytes_are_the_sum_over_the_heads(llama: PreTrainedModel, base: str, tur
     assert cache.resident_bytes() == {"device": total + slack}
 
 
-@pytest.mark.parametrize(("floor", "protocol"), [(0.0, "aligned"), (0.3, "aligned"), (1.0, "aligned"), (0.3, "release")])
+@pytest.mark.parametrize(
+    ("floor", "protocol"), [(0.0, "aligned"), (0.3, "aligned"), (1.0, "aligned"), (0.3, "release")]
+)
 def test_adakv_divides_by_the_best_of_all_heads(floor: float, protocol: str) -> None:
     """Algorithms 1 and 2, by sorting all scores; with floor=1 every head keeps what SnapKV keeps."""
     options = {"n_sink": 2, "w": 4, "kernel": 1}
