@@ -96,8 +96,10 @@ def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float) -> torch.
         return kernels.attend.attend_ragged(q, k, v, starts, counts, new_k, new_v, scaling)
     out = []
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        rows = (torch.cat([x[start : start + count], new[row, 0, :newer]]) for x, new in ((k, new_k), (v, new_v)))
-        out.append(attend_one(q[row : row + 1], *(x[None, None] for x in rows), scaling))
+        keys, values = (
+            torch.cat([x[start : start + count], new[row, 0, :newer]]) for x, new in ((k, new_k), (v, new_v))
+        )
+        out.append(attend_one(q[row : row + 1], keys[None, None], values[None, None], scaling))
     return torch.cat(out)
 
 

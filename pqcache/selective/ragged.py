@@ -88,8 +88,8 @@ class RaggedLayer(EvictionLayer):
     def context(self, ctx: LayerContext) -> LayerContext:
         """The same call, as these rows see it."""
         one, step = copy.copy(ctx), ctx.step
-        counts = {name: self.each(getattr(step, name)) for name in ("past", "counts", "final")}
-        one.step, one.kept = replace(step, **counts, masks={}), None
+        past, counts, final = (self.each(of) for of in (step.past, step.counts, step.final))
+        one.step, one.kept = replace(step, past=past, counts=counts, final=final, masks={}), None
         for name in ("cos", "sin", "position_ids"):
             x = getattr(ctx, name)
             if x is not None and len(x) > 1:
