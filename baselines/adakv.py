@@ -17,7 +17,7 @@ Deviations:
 - Heads of their own length do not carry a model's attention sinks (GPT-OSS).
 - Max pooling makes many equal scores; ties go to the earlier token. On SmolLM2 every head keeps as many tokens as under the
   authors' code, of the same scores; which of equals stay differs.
-- kvpress's press understands the safeguard as a minimum: each head keeps its best `floor` of an even share, and the rest goes to
+- The press of kvpress has the safeguard as a minimum: each head keeps its best `floor` of an even share, and the rest goes to
   the best of all heads. The paper's algorithm 2 gives a head with little a larger share, and one with much a smaller one.
 """
 
