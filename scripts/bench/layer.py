@@ -107,10 +107,12 @@ class AttentionLayer:
         return cache
 
     def context(self, cache: SelectiveCache, step: Step) -> LayerContext:
-        """A context for calls of the layer that bypass the model; there are no hidden states and no rotation in it."""
+        """A context for calls of the layer that bypass the model; there are no hidden states in it."""
         (module,) = modules = attention_modules(self.model)
         nothing = torch.zeros(1, step.t, 1, device=self.device, dtype=self.dtype)
-        ctx = LayerContext(0, module, cache, nothing, nothing, nothing, None, modules, module, step)
+        rotary: Any = self.model.get_decoder().rotary_emb
+        at = torch.arange(step.past[0], step.past[0] + step.t, device=self.device)[None]
+        ctx = LayerContext(0, module, cache, nothing, *rotary(nothing, position_ids=at), at, modules, rotary, step)
         ctx.scaling = self.model.config.head_dim**-0.5
         return ctx
 
@@ -132,6 +134,7 @@ class AttentionLayer:
         elif hasattr(layer, "settle"):
             ctx = self.prompt_context(cache, s, q.shape[2])
             layer.observe(q, k, [s], ctx)
+            ctx.values = v
             build = seconds(lambda: layer.settle(k, v, [s], ctx), self.device)
         else:
             # InfLLM makes its blocks during the prefill; here no prefill has scored these tokens.
