@@ -44,7 +44,7 @@ def test_verdicts_and_samples_follow_from_the_paired_differences(folder: Path) -
     assert "streaming" not in lines and "quest" not in lines
     assert "1 too far from Full, 1 too large" in said
     assert "memory=0.25 quality=-2: snapkv budget=0.2 meets them." in said
-    assert "-m method=full,snapkv budget=0.2 model=smollm2-135m-instruct task=fidelity" in said
+    assert "-m method=full,snapkv budget=0.2 model=smollm2-135m-instruct task=prompts task.source=prompts.jsonl" in said
     # without it one that may; with tighter limits none
     assert "h2o budget=0.2 may meet them" in advice(str(folder), "0.15", "-2")
     assert "no measured method meets them" in advice(str(folder), "0.05", "-2")

@@ -253,7 +253,7 @@ def _command(every: Sequence[Sequence[Candidate]], asked: str, memory: float, qu
     words = [
         f"model={model}",
         *([f"model.path={path}"] if model == "hf" else []),
-        "task=fidelity",
+        "task=prompts",
         "task.source=prompts.jsonl",
     ]
     budget = [] if ignores_budget(row) else [first[0].budget]

@@ -92,10 +92,11 @@ def caption(every: Sequence[Record]) -> str:
 
 
 def groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """The rows of task=fidelity by model and prompts."""
+    """The rows of task=fidelity, and of own prompts without answers, by model and prompts."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        if row["task"] == "fidelity" and row["score"] is not None:
+        measured = (row["tasks"] or {}).get(row["task"], {}).get("metrics", {})
+        if "kl" in measured and row["score"] is not None:
             found.setdefault(json.dumps([row["model"], row["model_options"], row["task_options"]]), []).append(row)
     return list(found.values())
 

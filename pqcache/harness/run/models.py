@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -75,15 +75,19 @@ class LoadedModel:
         marks = style == "inst" and self.system is None and "[INST]" in str(self.tokenizer.chat_template)
         return INST if marks else "chat template"
 
-    def wrap(self, prompt: str, style: str = "template") -> str:
-        """The prompt as the one user turn of a chat; unchanged for a model without chat. style: see `wrapper`."""
+    def wrap(self, prompt: str, style: str = "template", before: Sequence[Mapping[str, str]] = ()) -> str:
+        """The prompt as the last user turn of a chat; without chat, texts that a blank line separates. style: see `wrapper`.
+
+        before: the turns before it, each a role and a content. Their system turn takes the place of `system`.
+        """
         wrapper = self.wrapper(style)
         if wrapper == "none":
-            return prompt
-        if wrapper == INST:
+            return "\n\n".join([*(turn["content"] for turn in before), prompt])
+        if wrapper == INST and not before:
             return INST.replace("{prompt}", prompt)
-        turns = [{"role": "system", "content": self.system}] if self.system is not None else []
-        turns.append({"role": "user", "content": prompt})
+        own = self.system is not None and not any(turn["role"] == "system" for turn in before)
+        turns = [{"role": "system", "content": str(self.system)}] if own else []
+        turns += [dict(turn) for turn in before] + [{"role": "user", "content": prompt}]
         told = answers.template_options(self.thinking, self.tokenizer)
         text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         assert isinstance(text, str)

@@ -12,6 +12,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import LocalLaunch, Refused, one_line
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
+from pqcache.harness.run.prompts import Reader, TooLong
 from pqcache.harness.run.session import Session, model_key, task_of_cell
 from pqcache.selective import NotApplicable
 from pqcache.selective.shape import served
@@ -39,6 +40,26 @@ def check_data(plan: RunPlan) -> None:
                     task.check_drawn(cell.decode.temperature)
             except ValueError as error:
                 errors[key] = [one_line(error)]
+    if lines := [line for group in errors.values() for line in group]:
+        raise Refused(lines)
+
+
+def check_prompts(plan: RunPlan, session: Session) -> None:
+    """Refuse prompts that are too long for their model, of tasks that leave none out."""
+    errors: dict[str, list[str]] = {}
+    for cell in plan.cells:
+        task, key = task_of_cell(cell), json.dumps([model_key(cell), cell.identity["task"], cell.run.limit])
+        if key in errors or task.leaves_out or cell.skip is not None or model_key(cell) in session.unloadable:
+            continue
+        errors[key] = []
+        loaded = session.outline(cell)
+        reader = Reader(loaded, cell.run, max_new_tokens=task.max_new_tokens, known=session.known_prompts(cell))
+        for request in session.requests(cell, loaded):
+            try:
+                reader.check(request)
+            except TooLong as error:
+                where, way = request.doc["where"], "task.cut=middle leaves out the middle"
+                errors[key].append(f"task.source: {where}: {error}; {way}")
     if lines := [line for group in errors.values() for line in group]:
         raise Refused(lines)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 import json
 from array import array
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ DEFAULT_NEW_TOKENS = 256
 KEPT_TOKENS = 1 << 24  # token ids that a session keeps: 64 MiB
 TokenTask = Callable[[dict], tuple[list[int], int, int]]  # see TaskSpec.tokens
 Settings = Mapping[str, Any]
+Before = Sequence[Mapping[str, str]]  # turns of a chat
 
 
 class TooLong(ValueError):
@@ -205,13 +206,14 @@ class Reader:
             rules["stop_token"] = stop_token
         if beside_full := bool(settings.get("beside_full")):
             rules["beside_full"] = True
-        begin = _beginning(request)
+        begin, before = _beginning(request), _before(request)
         side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
-        parts = prompt, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens
+        parts = prompt, before, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens
         key = hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str).encode()).digest()
 
         def made() -> tuple[PromptFacts, list[int]]:
-            return self._tokenize(task, prompt, begin, settings, rules)
+            wrapped = self._wrapped(task, prompt, before, settings)
+            return self._tokenize(*wrapped, begin, settings, rules)
 
         known = self.known.facts(key, made)
         self._check(task, doc_id, known.tokens, new_tokens)
@@ -231,13 +233,13 @@ class Reader:
 
     def whole(self, request: Instance) -> str:
         """All that the model reads of a prompt."""
-        return self._wrapped(str(request.task_name), request.args[0], dict(request.args[1]))[0] + _beginning(request)
+        task, (prompt, settings) = str(request.task_name), request.args
+        return self._wrapped(task, prompt, _before(request), dict(settings))[0] + _beginning(request)
 
     def _tokenize(
-        self, task: str, prompt: str, begin: str, settings: Settings, rules: dict[str, Any]
+        self, text: str, wrapper: str, cut: Any, begin: str, settings: Settings, rules: dict[str, Any]
     ) -> tuple[PromptFacts, list[int]]:
-        """A prompt's facts and token ids. begin: of the answer. rules: of the fingerprint."""
-        text, wrapper, cut = self._wrapped(task, prompt, settings)
+        """The facts and token ids of a wrapped prompt. begin: of the answer. rules: of the fingerprint."""
         text += begin
         ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
         markers = settings.get("question_markers", MARKERS)
@@ -265,23 +267,30 @@ class Reader:
         # Decode steps take most of a smoke run's time.
         return min(question, NEW_TOKENS) if self.smoke else question
 
-    def _wrapped(self, task: str, prompt: str, settings: Settings) -> tuple[str, str, tuple[int, int] | None]:
+    def _wrapped(
+        self, task: str, prompt: str, before: Before, settings: Settings
+    ) -> tuple[str, str, tuple[int, int] | None]:
         """(text for the model, its wrapper, how it was cut), by the task's settings.
 
-        wrapper: see LoadedModel.wrapper. cut_middle: the longest prompt in tokens before it is wrapped; 0: as many as
-        the model has room for beside an answer of `longest_answer` tokens.
+        wrapper: see LoadedModel.wrapper. cut_middle: the longest prompt in tokens before it is wrapped, the turns `before` it
+        included; 0: as many as the model has room for beside an answer of `longest_answer` tokens. The longest turn is cut.
         """
         cut = None
         if "cut_middle" in settings:
             most = settings["cut_middle"] or self.loaded.room(settings.get("longest_answer", self.max_new_tokens))
             if most is not None:
-                if most < 2:
+                turns = [*before, {"role": "user", "content": prompt}]
+                place = max(range(len(turns)), key=lambda i: len(turns[i]["content"]))
+                others = [*turns[:place], *turns[place + 1 :]]
+                room = most - sum(self.loaded.count(turn["content"]) for turn in others)
+                if room < 2:
                     longest = self.loaded.max_length
                     raise TooLong(f"{task}: {longest} tokens (model.max_length) leave no room for a prompt")
-                prompt, dropped = self.loaded.cut_middle(prompt, most)
-                cut = most, dropped
+                content, dropped = self.loaded.cut_middle(turns[place]["content"], room)
+                turns[place] = {**turns[place], "content": content}
+                before, prompt, cut = turns[:-1], turns[-1]["content"], (most, dropped)
         style = settings.get("wrapper", "template")
-        return self.loaded.wrap(prompt, style), self.loaded.wrapper(style), cut
+        return self.loaded.wrap(prompt, style, before), self.loaded.wrapper(style), cut
 
     def _new_tokens(self, settings: Settings) -> int:
         """How many tokens an answer may have."""
@@ -297,7 +306,7 @@ class Reader:
         if self.tokens is not None:
             ids, first, prefill = self.tokens(request.doc)
             return [self._text(request, (request.idx,), ids, first, prefill, "none")]
-        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]))
+        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]), _before(request))
         prefill = max(1, first - max(1, question))
         return [self._text(request, (request.idx,), ids, first, prefill, self.loaded.wrapper())]
 
@@ -327,16 +336,18 @@ class Reader:
         )
         return Text(task, doc_id, index, ids, first, prefill, facts)
 
-    def _pair(self, context: str, continuation: str) -> tuple[list[int], int, int]:
+    def _pair(self, context: str, continuation: str, before: Before) -> tuple[list[int], int, int]:
         """(token ids of both, where the continuation starts, question tokens), split as lm-eval does it.
 
         White space at the context's end belongs to the continuation. After a chat template, which ends the turn, the
         continuation starts without white space.
         """
         loaded = self.loaded
+        if before and not loaded.chat:
+            context = loaded.wrap(context, before=before)
         stripped = context.rstrip()
         if loaded.chat and context:
-            context, continuation = loaded.wrap(context), continuation.lstrip()
+            context, continuation = loaded.wrap(context, before=before), continuation.lstrip()
         elif stripped:
             context, continuation = stripped, context[len(stripped) :] + continuation
         head = loaded.encode(context)
@@ -384,6 +395,11 @@ class Reader:
 def _beginning(request: Instance) -> str:
     """What the document gives of the model's turn."""
     return str(request.doc["answer_prefix"]) if request.args[1].get("begin_answer") else ""
+
+
+def _before(request: Instance) -> Before:
+    """The turns of a chat before the document's prompt."""
+    return list(request.doc.get("turns_before") or []) if isinstance(request.doc, Mapping) else []
 
 
 def _stops(settings: Settings, decode: DecodeOptions) -> list[str]:

@@ -76,6 +76,7 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     precheck.check_models(plan, session)
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     precheck.check_data(plan)
+    precheck.check_prompts(plan, session)
     set_aside(plan)
     run = _Run(plan, session)
     engine = None if isinstance(plan.launch, LocalLaunch) else engine_for(plan)

@@ -89,7 +89,7 @@ class Session:
             self._tasks = {key: task for key, task in self._tasks.items() if key[0] == tokens}
             self._requests = {key: requests for key, requests in self._requests.items() if key[0] == tokens}
             try:
-                loaded = _load(cell) if self.weights else self._outline(cell)
+                loaded = _load(cell) if self.weights else self.outline(cell)
                 if loaded.kept:
                     print(f"model.device_map: {loaded.kept}", flush=True)
                 self._model = key, loaded
@@ -100,7 +100,7 @@ class Session:
             raise known
         return known
 
-    def _outline(self, cell: Cell) -> LoadedModel:
+    def outline(self, cell: Cell) -> LoadedModel:
         """The cell's tokenizer and configuration, as a loaded model has them."""
         options = {**cell.identity["model"], "device": cell.device}
         name = options.pop("name")

@@ -28,6 +28,7 @@ LONGBENCH = (
 # name -> "module:class" below this package; one class may have several names. A class is imported when its task is used.
 TASKS: dict[str, str] = {
     "fidelity": "fidelity:Fidelity",
+    "prompts": "prompts:Prompts",
     "needle": "needle:Needle",
     "needle_pocket": "needle_pocket:NeedlePocket",
     "pocket": "pocket:Pocket",

@@ -107,6 +107,8 @@ class Task(Generic[OptionsT]):
     max_new_tokens: int = 0
     # Whether the model writes answers; false: given texts are scored, or times measured.
     generates: ClassVar[bool] = True
+    # Whether documents that are too long for the model are left out; false: they are refused before weights are loaded.
+    leaves_out: ClassVar[bool] = True
     figures: ClassVar[tuple[Figure, ...]] = ()
     # The shipped model that was trained for this task, in place of model=embedded where no model is typed.
     weights: ClassVar[str | None] = None

@@ -14,44 +14,41 @@ loss, perplexity  of Full's tokens under the method; perplexity over all steps o
 The row has the metrics of each prompt (`sample_metrics`), so that two methods are compared prompt by prompt.
 
 Prompts of a text (the book, .txt files) are windows of `task.length` tokens, one after the other, which the model reads bare and
-goes on writing. Prompts of a JSONL file are the rows' `prompt`; rows of LongBench get their data set's prompt, others may have
-`context` and `input`. They are wrapped in the chat template, and lose their middle where they are longer than `task.length`.
+goes on writing. Prompts of a JSONL or CSV file are its rows (prompt_files.py). They are wrapped in the chat template, and lose
+their middle where they are longer than `task.length`. `task=prompts task.metric=fidelity` takes prompts as they are.
 """
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
-from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.needle import Tokens
-from pqcache.harness.tasks.sources import Facts, facts_of, file_facts, read_rows, sha256
+from pqcache.harness.tasks.prompt_files import check_prompts, prompt_facts, prompt_files, read_prompts, read_text
+from pqcache.harness.tasks.sources import Facts
 
 METRICS = ("top1", "kl", "first_divergence", "loss")
 
 
 @dataclass(kw_only=True)
 class FidelityOptions:
-    # book, a .txt or .jsonl file, or a folder of .txt files
+    # book, a .jsonl, .jsonl.gz, .csv or .txt file, or a folder of .txt files
     source: str = BOOK
-    # tokens of a prompt: of a text each window, of a JSONL file the most
+    # tokens of a prompt: of a text each window, of a file of rows the most
     length: int = 4096
     # tokens of Full's answer
     tokens: int = 64
-    # of a JSONL file: leave out prompts of fewer tokens
+    # of a file of rows: leave out prompts of fewer tokens
     shortest: int = 0
 
     def __post_init__(self) -> None:
-        path = Path(self.source).expanduser()
-        known = self.source == BOOK or path.is_dir() or (path.is_file() and path.suffix in (".txt", ".jsonl"))
-        require(known, "source", self.source, "must be book, a .txt or .jsonl file, or a folder of .txt files")
+        check_prompts(self.source, BOOK)
         require(self.length >= 64, "length", self.length, "must be at least 64")
         require(self.tokens >= 2, "tokens", self.tokens, "must be at least 2")
         require(
@@ -74,59 +71,46 @@ class Fidelity(Task[FidelityOptions]):
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
 
-    def prepare(self, *, limit: int | None) -> None:
-        if self.options.source.endswith(".jsonl"):
-            self._prompts()
+    @property
+    def of_rows(self) -> bool:
+        """Whether the source is a file of rows, not a text."""
+        return self.options.source != BOOK and prompt_files(self.options.source)[0].suffix != ".txt"
 
-    def _prompts(self) -> tuple[list[str], Facts]:
-        """The prompts of a JSONL file, and the facts of the file."""
-        path = Path(self.options.source).expanduser()
-        rows = enumerate(read_rows(path), 1)
-        return [prompt_of(row, f"{self.options.source}, line {number}") for number, row in rows], file_facts(path)
+    def prepare(self, *, limit: int | None) -> None:
+        if self.of_rows:
+            read_prompts(self.options.source)
 
     def _text(self) -> tuple[str, Facts]:
-        source, path = self.options.source, Path(self.options.source).expanduser()
+        source = self.options.source
         if source == BOOK:
             return book_text(), book_facts()
-        files = [path] if path.is_file() else sorted(path.glob("*.txt"))
-        text = "\n".join(file.read_text(encoding="utf-8", errors="replace") for file in files)
-        return text, facts_of(source, {file.name: sha256(file) for file in files})
+        return "\n".join(map(read_text, prompt_files(source))), prompt_facts(source)
 
     def build(self, request: TaskRequest) -> TaskSpec:
-        length, limit = self.options.length, request.limit
-        if self.options.source.endswith(".jsonl"):
-            prompts, facts = self._prompts()
-            prompts = [text for text in prompts if request.count_tokens(text) >= self.options.shortest][:limit]
-            allowed = f"{self.options.source} has no prompt of so many tokens"
-            require(bool(prompts), "shortest", self.options.shortest, allowed)
+        length, shortest, limit = self.options.length, self.options.shortest, request.limit
+        if self.of_rows:
+            rows, facts = read_prompts(self.options.source), prompt_facts(self.options.source)
+            long = [row for row in rows if request.count_tokens(row.text) >= shortest]
+            docs = [row.document(answer="") for row in long[:limit]]
             settings: dict[str, Any] = {"cut_middle": length - (request.count_tokens("") + 8)}
+            require(bool(docs), "shortest", shortest, f"{self.options.source} has no prompt of so many tokens")
         else:
             text, facts = self._text()
             prompts = windows(Tokens(request.tokenizer, text), length, limit)
+            docs = [{"prompt": prompt, "answer": ""} for prompt in prompts]
             settings = {"wrapper": "none"}
-            require(bool(prompts), "length", length, f"{self.options.source} has fewer tokens of text")
-        config = generation_task(
-            self.name, [{"prompt": prompt, "answer": ""} for prompt in prompts], process_results, METRICS,
-            max_new_tokens=self.max_new_tokens, beside_full=True, **settings,
-        )  # fmt: skip
-        config["metric_list"].append(
-            {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
-        )
-        return TaskSpec(lm_eval_tasks=[config], metric={self.name: "top1"}, data=facts, paired=METRICS)
+            require(bool(docs), "length", length, f"{self.options.source} has fewer tokens of text")
+        return beside_full(self.name, docs, facts, self.max_new_tokens, **settings)
 
 
-def prompt_of(row: Mapping[str, Any], where: str) -> str:
-    """The prompt of a row. Raises a one-line ValueError that begins with the file and line."""
-    if isinstance(row.get("prompt"), str):
-        return row["prompt"]
-    if row.get("dataset") in OFFICIAL and isinstance(row.get("context"), str):
-        return fill(row["dataset"], {"input": "", **row})
-    parts = [row[name] for name in ("context", "input") if isinstance(row.get(name), str) and row[name]]
-    if not parts:
-        raise ValueError(
-            f"task.source: {where} has no prompt; expected the field prompt, or context and input, as text"
-        )
-    return "\n\n".join(parts)
+def beside_full(name: str, docs: Sequence[dict], facts: Facts, tokens: int, **settings: Any) -> TaskSpec:
+    """Documents whose `prompt` Full answers, and every method reads its answer. settings: of the adapter."""
+    how = {"max_new_tokens": tokens, "beside_full": True, **settings}
+    config = generation_task(name, docs, process_results, METRICS, **how)
+    config["metric_list"].append(
+        {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
+    )
+    return TaskSpec(lm_eval_tasks=[config], metric={name: "top1"}, data=facts, paired=METRICS)
 
 
 def windows(tokens: Tokens, length: int, limit: int | None) -> list[str]:

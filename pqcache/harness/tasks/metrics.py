@@ -22,6 +22,16 @@ def normalized(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
 
 
+def contains(prediction: str, gold: str) -> float:
+    """1 if the gold text is in the answer, regardless of case and white space."""
+    return float(" ".join(gold.lower().split()) in " ".join(prediction.lower().split()))
+
+
+def exact(prediction: str, gold: str) -> float:
+    """1 if both texts have the same normalized words."""
+    return float(normalized(prediction) == normalized(gold))
+
+
 def qa_f1(prediction: str, gold: str) -> float:
     """F1 of the two bags of normalized words."""
     return _f1(normalized(prediction).split(), normalized(gold).split())

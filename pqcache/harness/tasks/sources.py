@@ -272,24 +272,35 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
         except Exception as error:  # Arrow's kinds of errors
             raise ValueError(f"task.source: {path} is no Parquet file ({_line(error)})") from error
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
+    return list(read_lines(path, fields=fields, limit=limit).values())
+
+
+def read_lines(path: Path, **how: Any) -> dict[int, dict[str, Any]]:
+    """Line number -> row of a .jsonl or .jsonl.gz file. how: of `parse_lines`."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file:
-            return parse_lines(file, str(path), fields=fields, limit=limit)
+        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
+            return parse_lines(file, str(path), **how)
     except OSError as error:
         raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
 
-def parse_lines(file: TextIO, name: str, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
-    """One JSON object per line; empty lines are skipped. name: the file's, for error messages."""
-    rows: Rows = []
+def parse_lines(
+    file: TextIO, name: str, *, fields: Sequence[str] = (), limit: int | None = None
+) -> dict[int, dict[str, Any]]:
+    """One JSON object per line, by its number; empty lines are skipped. name: the file's, for error messages."""
+    rows: dict[int, dict[str, Any]] = {}
+    number = 0
     try:
         for number, line in enumerate(_bounded(file, name), 1):
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
-                rows.append(_checked(json.loads(line), fields, f"{name}, line {number}"))
-    except (json.JSONDecodeError, *DAMAGED) as error:  # RecursionError is a RuntimeError
-        raise ValueError(f"task.source: {name} is no JSON lines file ({_line(error)})") from error
+                rows[number] = _checked(json.loads(line), fields, f"{name}, line {number}")
+    except json.JSONDecodeError as error:
+        what = f"{error.msg}, column {error.colno}"
+        raise ValueError(f"task.source: {name} is no JSON lines file (line {number}: {what})") from error
+    except DAMAGED as error:  # RecursionError is a RuntimeError
+        raise ValueError(f"task.source: {name} is no JSON lines file (after line {number}: {_line(error)})") from error
     if not rows:
         raise ValueError(f"task.source: {name} holds no row")
     return rows

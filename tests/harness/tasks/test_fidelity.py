@@ -86,14 +86,12 @@ def test_prompts_of_a_file(command: Command, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("task.source=nowhere",), "task.source=nowhere: must be book, a .txt or .jsonl file"),
+        (("task.source=nowhere",), "task.source=nowhere: must be book, a .jsonl"),
         (("task.tokens=1",), "task.tokens=1: must be at least 2"),
         (("decode.temperature=1",), "no token is drawn"),
-        (("task.source={file}",), "line 2 has no prompt; expected the field prompt"),
     ],
 )
 def test_what_is_wrong_is_one_line(
-    command: Command, tmp_path: Path, no_model: None, capsys: Capture, words: tuple[str, ...], said: str
+    command: Command, no_model: None, capsys: Capture, words: tuple[str, ...], said: str
 ) -> None:
-    (file := tmp_path / "bad.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    assert said in error_of(capsys, command("method=full", *TASK, *(word.format(file=file) for word in words)))
+    assert said in error_of(capsys, command("method=full", *TASK, *words))

@@ -217,9 +217,8 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
             for dataset, name in files.items():
                 with archive.open(f"data/{name}") as file:
                     lines = io.TextIOWrapper(file, encoding="utf-8")
-                    rows[dataset] = sources.parse_lines(
-                        lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit
-                    )
+                    read = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit)
+                    rows[dataset] = list(read.values())
     except (KeyError, *sources.DAMAGED) as error:
         reason = " ".join(str(error).split())[:200]
         raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({reason})") from error
