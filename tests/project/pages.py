@@ -11,6 +11,7 @@ FILLED_IN = {
     "<hub id, folder or GGUF file>": "someone/model",
     "<name>": "demo",
     "<a command>": "method=pqcache",
+    "my_prompts.jsonl": f"{REPO}/docs/my_prompts.jsonl",
     "...": "method=pqcache",
     "<that cell's folder>": "{folder}",
     "<folder>": "{folder}",

@@ -44,6 +44,7 @@ SHORT = {
     "pg19": "task.tokens=400",
     "pocket": "task=pocket_qa task.length=512",
     "pocket_qa": "task.length=512",
+    "prompts": "",
     "ruler": "task.families=[niah_single_1] task.length=512",
 }
 # Words that leave a few cells of a large experiment; all of them are composed by test_docs.py.
