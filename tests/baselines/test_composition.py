@@ -59,20 +59,12 @@ def test_a_method_that_was_added_serves(llama: PreTrainedModel, mine: Method, kn
 @pytest.mark.parametrize(
     "method",
     [
-        TwoStage(budget=QUARTER, first="oracle", second="sparq", first_options={"scope": "candidates"}),
         EvictRetrieve(budget=QUARTER, evict="streaming", retrieve="two_stage"),
         EvictRetrieve(budget=QUARTER, evict="h2o_c", retrieve="infinigen", dense_layers=1),
-        Coded(
-            budget=QUARTER,
-            policy="clusterkv",
-            policy_options={"window": 2},
-            codec="kivi",
-            codec_options={"group": 8, "residual": 16},
-        ),
+        Coded(budget=QUARTER, policy="clusterkv", codec="kivi", codec_options={"group": 8, "residual": 16}),
         Coded(budget=QUARTER, policy="sparq", policy_options={"reallocate": True}, codec="gear"),
         Coded(budget=QUARTER, policy="two_stage", codec="int8"),
         Coded(budget=QUARTER, policy="infinigen", codec="mikv", dense_layers=1),
-        Coded(budget=QUARTER, policy="h2o_c"),
         KVCrush(budget=QUARTER, base="h2o_c"),
     ],
     ids=lambda m: "-".join(str(v) for v in (m.name, *m.hyper_parameters().values()) if isinstance(v, str)),

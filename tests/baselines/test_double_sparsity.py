@@ -96,21 +96,3 @@ def test_tokens_are_ranked_by_heavy_channels(llama: PreTrainedModel, protocol: s
             session.step([token])
     assert len(agreed) == 4 * 3 * (4 if released else 2)
     assert sum(agreed) / len(agreed) >= least
-
-
-def test_positions_are_scored_as_all_are(llama: PreTrainedModel) -> None:
-    method = prepared(llama, n_sink=0, protocol="release", channel_ratio=0.5)
-    seen: list[Any] = []
-    cache = SelectiveCache(llama, method)
-
-    def check(layer: Any, q: torch.Tensor, selected: Any) -> None:
-        at = torch.tensor([[[3, 40, 90], [0, 1, 99]]])
-        ctx = type("Scaled", (), {"scaling": 1.0})()
-        every = layer.index.score(q, 0, 100, ctx)
-        some = layer.index.score_at(q, at, ctx)
-        seen.append(torch.allclose(some, every.gather(2, at.repeat_interleave(2, 1)), rtol=1e-5, atol=1e-6))
-
-    cache.observers.append(check)
-    with attach(llama), torch.no_grad():
-        Session(llama, cache, [tokens(100, 1)]).step([7])
-    assert seen == [True] * 3

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
@@ -13,7 +11,7 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
 from tests.baselines.common import OneLayer
-from tests.drawn import drawn
+from tests.drawn import Pick, drawn, examples
 from tests.invariants.drive import Session, tokens
 
 EVICT = ["h2o", "kvcrush", "pyramidkv", "snapkv"]
@@ -72,32 +70,13 @@ def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict
         torch.testing.assert_close(conversation(llama, method), alone)
 
 
-@settings(max_examples=24, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(12, 90), min_size=1, max_size=3),
-    evict=st.sampled_from(EVICT),
-    retrieve=st.sampled_from(RETRIEVE),
-    group=st.sampled_from([1, 3]),
-    keep=st.floats(0.2, 1),
-    budget=st.floats(0.05, 0.8),
-    store=st.sampled_from(["resident", "host", "block_cache"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    steps=st.integers(1, 9),
-)
-def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
-    seed: int,
-    lengths: list[int],
-    evict: str,
-    retrieve: str,
-    group: int,
-    keep: float,
-    budget: float,
-    store: str,
-    dtype: torch.dtype,
-    steps: int,
-) -> None:
+@examples(24)
+def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(pick: Pick) -> None:
     """Held: the evictor's tokens, bit by bit, and all generated ones. Attended: sinks, window and k others of them."""
+    seed, lengths, evict, retrieve = pick.seed, pick.some(12, 90), pick(EVICT), pick(RETRIEVE)
+    group, keep, budget = pick([1, 3]), pick(0.2, 1.0), pick(0.05, 0.8)
+    store, dtype = pick(["resident", "host", "block_cache"]), pick([torch.float32, torch.bfloat16])
+    steps = pick(1, 9)
     n, s, h_kv, h = len(lengths), max(lengths), 2, 2 * group
     q, k, v = (drawn(seed + i, n, x, s, 8, dtype=dtype) for i, x in enumerate((h, h_kv, h_kv)))
     method = both(evict, retrieve, keep, budget=Budget(ratio=budget), options={"store": store})
@@ -141,27 +120,3 @@ def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(
             expected = weights @ own_v[at].float()
             tolerance = 1e-4 if dtype == torch.float32 else 3e-2
             torch.testing.assert_close(out[row, 0, head].float(), expected, rtol=tolerance, atol=tolerance)
-
-
-@torch.no_grad()
-def test_a_new_turn_evicts_again_and_indexes_anew(llama: PreTrainedModel) -> None:
-    for retrieve, store in (("pqcache", "host"), ("clusterkv", "resident"), ("sparq", "resident")):
-        cache = SelectiveCache(llama, both("snapkv", retrieve, 0.5, options={"store": store}))
-        with attach(llama):
-            session = Session(llama, cache, [tokens(120, 1), tokens(66, 2)])
-            for token in tokens(10, 3):
-                session.step([token, token])
-            layer: Any = cache.layers[0]
-            before, index = layer.held_positions().clone(), layer.index
-            assert layer.store.lengths == [4 + (s - 4) // 2 + 10 for s in (120, 66)]
-            session.turn([tokens(30, 4), tokens(30, 5)], 11)
-            after = layer.held_positions()
-            for row, s in enumerate((120, 66)):
-                assert layer.store.lengths[row] == 4 + (s + 10 + 30 - 4) // 2
-                for head in range(2):
-                    now = [p for p in after[row, head].tolist() if p >= 0]
-                    assert now == sorted(set(now)) and now[-8:] == list(range(s + 32, s + 40))
-                    assert {p for p in now if p < s + 10} <= set(before[row, head].tolist())  # what is gone stays gone
-            assert layer.index is not index and layer.index.layer.store is layer.store
-            for token in tokens(4, 6):
-                session.step([token, token])

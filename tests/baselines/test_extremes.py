@@ -1,4 +1,4 @@
-"""Constants, zeros, fp16's largest numbers and single tokens: every quantizer and evictor decodes finite numbers, row by row."""
+"""Constants, zeros, fp16's largest numbers and single tokens: every quantizer decodes finite numbers, row by row."""
 
 from typing import Any
 
@@ -6,16 +6,13 @@ import pytest
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from torch import nn
 
 from baselines.gear import GEAR
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
 from baselines.zipcache import MiKV, ZipCache
 from pqcache.selective import Budget
-from pqcache.selective.shape import ModelShape
-from tests.baselines.common import OneLayer as SettledLayer
-from tests.baselines.test_evictors import EVICTORS, OneLayer, make
+from tests.baselines.common import OneLayer
 
 D, H, H_KV = 8, 4, 2
 LIMIT = torch.finfo(torch.float16).max
@@ -66,7 +63,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
     for r, (own, s) in enumerate(zip(parts, lengths, strict=True)):
         q[r, :, t - s :] = own[0][0, :, :s]  # queries are right-aligned, staged keys left-aligned
         k[r, :, :s], v[r, :, :s] = own[1][0, :, :s], own[2][0, :, :s]
-    one = SettledLayer(method, k, v, H, lengths, q)
+    one = OneLayer(method, k, v, H, lengths, q)
     outs = []
     for i in range(8):
         new = [
@@ -92,29 +89,3 @@ def test_quantizers(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengt
         if kinds[0] not in ("largest", "all largest"):  # there a rounding of a logit is more than any logit elsewhere
             rtol = 1e-4 if dtype == torch.float32 else 2e-2
             torch.testing.assert_close(together[r].float(), alone.float(), rtol=rtol, atol=rtol)
-
-
-@pytest.mark.parametrize("name", EVICTORS)
-@settings(max_examples=5, deadline=None)
-@given(**cases)
-def test_evictors(name: str, kinds: tuple[str, str], dtype: torch.dtype, lengths: list[int], seed: int) -> None:
-    t, parts = max(lengths), rows(kinds, lengths, dtype, seed)
-    padded = [
-        torch.cat(
-            [nn.functional.pad(own[i][:, :, :s], (0, 0, t - s, 0)) for own, s in zip(parts, lengths, strict=True)]
-        )
-        for i in range(3)
-    ]
-    one = OneLayer(make(name, Budget(ratio=0.3)), ModelShape(4, H, H_KV, D), lengths).prompt(*padded)
-    for r, s in enumerate(lengths):
-        alone = OneLayer(make(name, Budget(ratio=0.3)), ModelShape(4, H, H_KV, D), [s])
-        assert one.held(r) == alone.prompt(*(x[:, :, :s] for x in parts[r])).held()
-    for i in range(8):
-        new = [
-            torch.cat([own[j][:, :, s + i : s + i + 1] for own, s in zip(parts, lengths, strict=True)])
-            for j in range(3)
-        ]
-        assert one.step(*new).isfinite().all()
-        for r in range(len(lengths)):
-            for positions in one.held(r):
-                assert len(positions) == len(set(positions))

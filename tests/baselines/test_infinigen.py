@@ -6,39 +6,28 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.infinigen import COLUMN_RULES, InfiniGen, SpeculativeIndex, calibrate, partial_basis, skew
+from baselines.infinigen import InfiniGen, SpeculativeIndex, calibrate, partial_basis, skew
 from pqcache.kernels.scaling import capped
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.index import Candidates
 from pqcache.selective.shape import ModelShape
 from tests.baselines.common import OneLayer
-from tests.drawn import drawn
+from tests.drawn import Pick, drawn, examples
 from tests.invariants.cases import ROTATED
 from tests.invariants.conftest import build
-from tests.invariants.drive import Session, logits, long_run, tokens
+from tests.invariants.drive import Session, logits, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    t=st.integers(1, 60),
-    h_kv=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 3]),
-    d=st.sampled_from([4, 16]),
-    dtype=st.sampled_from(DTYPES),
-    how=st.sampled_from(["svd", "none"]),
-)
-def test_the_skew_is_orthogonal_and_keeps_logits(
-    seed: int, t: int, h_kv: int, group: int, d: int, dtype: torch.dtype, how: str
-) -> None:
+@examples(12)
+def test_the_skew_is_orthogonal_and_keeps_logits(pick: Pick) -> None:
     """Also where the text has fewer tokens than a head has dimensions."""
+    seed, t, h_kv, group, d = pick.seed, pick(1, 60), pick([1, 2]), pick([1, 3]), pick([4, 16])
+    dtype, how = pick(DTYPES), pick(["svd", "none"])
     q, k = drawn(seed, 1, h_kv * group, t, d).to(dtype), drawn(seed + 1, 1, h_kv, t, d).to(dtype)
     measured = skew(q, k, how)
     basis = measured["basis"].double()
@@ -78,73 +67,6 @@ def test_union_pads_heads_that_agree() -> None:
     assert basis.shape == (2, 4, 4)
     assert basis[0].any(0).tolist() == [True, True, False, False]
     assert basis[1].any(0).all()
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(70, 130),
-    cut=st.integers(0, 60),
-    n=st.integers(1, 3),
-    group=st.sampled_from([1, 3]),
-    dtype=st.sampled_from(DTYPES),
-    rule=st.sampled_from(COLUMN_RULES),
-    store=st.sampled_from(["resident", "host"]),
-)
-def test_all_columns_and_the_true_query_are_exact(
-    seed: int, s: int, cut: int, n: int, group: int, dtype: torch.dtype, rule: str, store: str
-) -> None:
-    """The speculated logits are q . k, the choice is the exact one, for rows of different length."""
-    lengths = [s - cut * r // 2 for r in range(n)]
-    k, q = drawn(seed, n, 2, s, 16).to(dtype), drawn(seed + 1, n, 2 * group, 1, 16).to(dtype)
-    new = drawn(seed + 2, n, 2, 1, 16).to(dtype)
-    method = InfiniGen(partial_ratio=1.0, column_rule=rule, store=store, budget=Budget(ratio=0.2))
-    one = OneLayer(method, k, k, 2 * group, lengths)
-    got = one.layer.index.speculated_logits(q, 0, s, 0.25)
-    exact = (q.double() * k.double().repeat_interleave(group, 1)).sum(-1) * 0.25
-    near = {torch.float32: 1e-4, torch.bfloat16: 0.15}[dtype]
-    one.step(q, new, new)
-    for row, length in enumerate(lengths):
-        torch.testing.assert_close(got[row, :, :length].double(), exact[row, :, :length], rtol=0, atol=near)
-        weights = group_reduce(exact[row : row + 1, :, :length], 2, "sum_softmax")
-        count = int(length * 0.2 + 1e-6)
-        chosen = one.selected[row]
-        assert ((chosen >= 0).sum(-1) == count).all() and chosen.amax() < length
-        if dtype is torch.float32:
-            assert torch.equal(chosen[:, :count], top_tokens(weights, [count])[0])
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(1, 3),
-    group=st.sampled_from([1, 2]),
-    cap=st.sampled_from([0.1, 0.4, 1.0]),
-    reduce=st.sampled_from(["sum_softmax", "none"]),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_more_alpha_keeps_the_tokens_before(
-    seed: int, n: int, group: int, cap: float, reduce: str, dtype: torch.dtype
-) -> None:
-    """S(alpha) grows with alpha, is never empty and never beyond the cap; the budget stops it, too."""
-    s, lengths = 100, [100, 63, 80][:n]
-    k, q = drawn(seed, n, 2, s, 16).to(dtype), drawn(seed + 1, n, 2 * group, 1, 16).to(dtype)
-    new = drawn(seed + 2, n, 2, 1, 16).to(dtype)
-    before: list[list[set[int]]] | None = None
-    for alpha in (1e-3, 0.3, 1.0, 3.0, 100.0, float("inf"), None):
-        method = InfiniGen(alpha=alpha, cap=cap, reduce=reduce, budget=Budget(ratio=0.5))
-        one = OneLayer(method, k, k, 2 * group, lengths)
-        one.step(q, new, new)
-        chosen = [[set(head.tolist()) - {-1} for head in row] for row in one.selected]
-        for row, heads in enumerate(chosen):
-            most = max(1, int(lengths[row] * min(cap, 0.5) + 1e-6))
-            assert len({len(head) for head in heads}) == 1  # one number for all heads
-            assert 1 <= len(heads[0]) <= most
-            assert all(0 <= i < lengths[row] for head in heads for i in head)
-            assert before is None or all(a <= b for a, b in zip(before[row], heads, strict=True))
-            if alpha is None or alpha > 50:
-                assert len(heads[0]) == most
-        before = chosen
 
 
 def test_alpha_counts_as_published() -> None:
@@ -209,20 +131,6 @@ def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
     assert cache.ledger.facts["input_similarity"] == pytest.approx(1.0)
 
 
-@torch.no_grad()
-def test_partial_keys_follow_the_store(llama: PreTrainedModel) -> None:
-    for store in ("resident", "host"):
-        method = InfiniGen(store=store, calibration_tokens=32, budget=Budget(ratio=0.25), dense_layers=1)
-        cache = long_run(llama, method)
-        for layer in cache.layers[1:]:
-            keys = layer.store.view()[0]
-            assert layer.store.lengths == [88, 60, 145]
-            assert layer.index.basis.shape == (2, 16, 3)
-            for row, length in enumerate(layer.store.lengths):
-                got = layer.index.partial.data[row, :, :length]
-                torch.testing.assert_close(got, keys[row, :, :length] @ layer.index.basis)
-
-
 def test_stores_agree_and_the_ledger_counts_what_alpha_chose(llama: PreTrainedModel) -> None:
     hyper = {"calibration_tokens": 32, "alpha": 0.1, "cap": 0.3, "budget": Budget(ratio=0.5), "dense_layers": 1}
     prompt, steps = [tokens(120, 1)], [[t] for t in tokens(12, 2)]
@@ -251,15 +159,10 @@ def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
 
 def test_columns_are_chosen_from_one_stored_calibration(llama: PreTrainedModel, tmp_path: Path) -> None:
     """Another skew has its own."""
-    hyper = {"calibration_tokens": 64, "budget": Budget(ratio=0.2)}
-    text = torch.tensor([tokens(80, 1)])
+    hyper, text = {"calibration_tokens": 64, "budget": Budget(ratio=0.2)}, torch.tensor([tokens(80, 1)])
     first = prepared(InfiniGen(**hyper), llama, text, tmp_path)
-    (file,) = tmp_path.rglob("*.pt")
-    stamp = file.stat().st_mtime_ns
-    assert same(first, prepared(InfiniGen(**hyper), llama, text[:, :64], tmp_path))  # the same first 64 tokens
     wide = prepared(InfiniGen(**hyper, partial_ratio=0.5, column_rule="union"), llama, text, tmp_path)
-    assert wide[0].shape[2] > first[0].shape[2]
-    assert list(tmp_path.rglob("*.pt")) == [file] and file.stat().st_mtime_ns == stamp
+    assert wide[0].shape[2] > first[0].shape[2] and len(list(tmp_path.rglob("*.pt"))) == 1
     prepared(InfiniGen(**hyper, skew="none"), llama, text, tmp_path)
     assert len(list(tmp_path.rglob("*.pt"))) == 2
 

@@ -4,8 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
@@ -13,19 +11,14 @@ from baselines.infllm.block_store import HostBlockStore
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from tests.baselines.infllm_reference import HALF, Driver, drawn
+from tests.drawn import Pick, examples
 from tests.invariants.drive import Session, tokens
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    n=st.integers(1, 3),
-    units=st.sampled_from([1, 4]),
-    cached=st.integers(1, 6),
-    steps=st.lists(st.integers(1, 5), min_size=1, max_size=12),
-)
-def test_least_recently_used_blocks_make_room(seed: int, n: int, units: int, cached: int, steps: list[int]) -> None:
+@examples(10)
+def test_least_recently_used_blocks_make_room(pick: Pick) -> None:
     """Against a plain list: contents, at most `cached` blocks (or those asked for), the current ones always, bytes."""
+    seed, n, units, cached, steps = pick.seed, pick(1, 3), pick([1, 4]), pick(1, 6), pick.some(1, 5, most=12)
     moved: dict[str, int] = {"fetch": 0, "write_back": 0}
     store = HostBlockStore(
         n, torch.zeros(1, 2, 0, 4), 3, units, cached, lambda kind, b: moved.update({kind: moved[kind] + b})

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from baselines.kivi import KIVI
 from tests.baselines.fed import Fed, rounded
-from tests.drawn import drawn
+from tests.drawn import Pick, drawn, examples
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -27,60 +27,16 @@ def written_out(
     return k, v
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(1, 40),
-    new=st.integers(0, 25),
-    bits=st.sampled_from([1, 2, 3, 4, 8]),
-    group=st.sampled_from([2, 4]),
-    blocks=st.integers(1, 3),
-    h_kv=st.integers(1, 2),
-    dtype=st.sampled_from(DTYPES),
-)
-def test_prompt_and_steps_equal_the_version_written_out(
-    seed: int, s: int, new: int, bits: int, group: int, blocks: int, h_kv: int, dtype: torch.dtype
-) -> None:
+@examples(10)
+def test_prompt_and_steps_equal_the_version_written_out(pick: Pick) -> None:
+    seed, s, new, bits, group = pick.seed, pick(1, 40), pick(0, 25), pick([1, 2, 3, 4, 8]), pick([2, 4])
+    blocks, h_kv, dtype = pick(1, 3), pick(1, 2), pick(DTYPES)
     k, v = drawn(seed, 1, h_kv, s + new, 8, dtype=dtype), drawn(seed + 1, 1, h_kv, s + new, 8, dtype=dtype)
     fed = Fed(KIVI(bits=bits, group=group, residual=group * blocks), k[:, :, :s], v[:, :, :s])
     fed.steps(k[:, :, s:], v[:, :, s:])
     for got, want in zip(fed.row(0), written_out(k[0], v[0], bits, group, group * blocks), strict=True):
         assert got.dtype == dtype
         assert torch.equal(got, want.to(dtype))
-
-
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
-    new=st.integers(0, 40),
-    dtype=st.sampled_from(DTYPES),
-    residual=st.sampled_from([4, 8, 24]),
-)
-def test_tails_at_all_times_and_streaming_equals_prefill(
-    seed: int, lengths: list[int], new: int, dtype: torch.dtype, residual: int
-) -> None:
-    """Rows of different length beside each other: each is what its tokens would be alone, and as one prompt."""
-    n, s = len(lengths), max(lengths)
-    k, v = drawn(seed, n, 2, s, 8, dtype=dtype), drawn(seed + 1, n, 2, s, 8, dtype=dtype)
-    more = drawn(seed + 2, n, 2, new, 8, dtype=dtype), drawn(seed + 3, n, 2, new, 8, dtype=dtype)
-    method = KIVI(group=4, residual=residual)
-    fed = Fed(method, k, v, lengths)
-    for t in range(new + 1):
-        if t:
-            fed.step(*(x[:, :, t - 1 : t] for x in more))
-        for r, length in enumerate(fed.store.lengths):
-            assert length == lengths[r] + t
-            assert fed.store.k.tails[r] == length % residual
-            assert fed.store.v.tails[r] == min(length, residual)
-    for r, length in enumerate(lengths):
-        whole = [torch.cat([x[r : r + 1, :, :length], y[r : r + 1]], 2) for x, y in zip((k, v), more, strict=True)]
-        prompt = Fed(method, *whole)
-        one = Fed(method, *(x[:, :, :1] for x in whole))
-        one.steps(*(x[:, :, 1:] for x in whole))
-        for got, at_once, streamed in zip(fed.row(r), prompt.row(0), one.row(0), strict=True):
-            assert torch.equal(got, at_once)
-            assert torch.equal(got, streamed)
 
 
 @settings(max_examples=6, deadline=None)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baselines.kvcrush import ANCHORS, KVCrush, kmeans_representatives, top_mask
 from pqcache.selective import Budget, Plan
 from tests.baselines.drive import choose, prompt_of, random_scores
+from tests.drawn import Pick, examples
 
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
 H2, H3 = [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 9, 9, 1, 1, 9, 9]
@@ -39,23 +40,6 @@ def test_toy_example_by_hand() -> None:
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
 
 
-@settings(max_examples=16, deadline=None)
-@given(st.integers(2, 60), st.integers(1, 12), st.sampled_from(ANCHORS), st.sampled_from([1, 2, 8]), st.integers(0, 9))
-def test_bits_and_distances(m: int, h: int, anchor: str, page: int, seed: int) -> None:
-    m = -(-m // page) * page
-    bits = top_mask(random_scores(h, m, seed), m // 2)
-    assert bits.sum(-1).tolist() == [m // 2] * h
-    distance = crush(anchor=anchor, page=page, seed=seed).distance(bits, 3)
-    assert distance.shape == (m // page,) and len(set(distance.tolist())) <= h * page + 1
-    assert torch.equal(distance, crush(anchor=anchor, page=page, seed=seed).distance(bits, 3))
-    if page == 1:  # no head has more than half of its bits set
-        zeros = crush(anchor="zeros").distance(bits, 0)
-        assert torch.equal(zeros, bits.sum(0).int())
-        assert torch.equal(crush(anchor="mean").distance(bits, 0), zeros)
-        inverse = "ones" if m % 2 else "zeros"  # a mean of exactly one half is 0 under either anchor
-        assert torch.equal(crush(anchor="inv_mean").distance(bits, 0), crush(anchor=inverse).distance(bits, 0))
-
-
 def test_the_random_anchor_is_the_seeds_and_the_layers() -> None:
     signature = torch.zeros(3, 64, dtype=torch.bool)
     a, b, c = crush(anchor="random"), crush(anchor="random"), crush(anchor="random", seed=1)
@@ -78,17 +62,14 @@ def test_one_of_every_bucket(n: int, reps: int, pick: str) -> None:
         assert (got[0], got[-1]) == (0, n - 1)
 
 
-@settings(max_examples=24, deadline=None)
-@given(st.data())
-def test_the_split(data: st.DataObject) -> None:
+@examples(24)
+def test_the_split(pick: Pick) -> None:
     """Sinks, window, the heaviest, and representatives of the rest, near ones first: the plan's total, disjoint, per head."""
-    s, sinks, local = data.draw(st.integers(20, 80)), data.draw(st.integers(0, 4)), data.draw(st.integers(1, 6))
-    k = data.draw(st.integers(1, s - sinks - local - 1))
-    reps = data.draw(st.integers(0, k))
-    method = crush(
-        reps=reps, anchor=data.draw(st.sampled_from(ANCHORS)), pick=data.draw(st.sampled_from(["even", "random"]))
-    )
-    scores = random_scores(4, s, data.draw(st.integers(0, 99)))
+    s, sinks, local = pick(20, 80), pick(0, 4), pick(1, 6)
+    k = pick(1, s - sinks - local - 1)
+    reps = pick(0, k)
+    method = crush(reps=reps, anchor=pick(ANCHORS), pick=pick(["even", "random"]))
+    scores = random_scores(4, s, pick(0, 99))
     e = scores[:, sinks : s - local]
     distance = method.distance(top_mask(e, e.shape[1] // 2), 2)
     for head, slots in enumerate(choose(method, scores, Plan(sinks, local, k), layer_idx=2)):
@@ -111,41 +92,23 @@ def test_without_representatives_it_is_its_base(base: str, seed: int, k: int) ->
     assert torch.equal(torch.get_rng_state(), state)
 
 
-@pytest.mark.parametrize("pick", ["even", "random"])
-def test_nothing_but_representatives(pick: str) -> None:
-    """hh = 0: sinks and window, and one of each bucket of everything else; the global generator is left alone."""
-    scores, plan = random_scores(4, 60, 5), Plan(2, 4, 20)
-    method = crush(rep_ratio=1.0, pick=pick, anchor="random")
-    assert method.representatives(plan) == 20
-    state = torch.get_rng_state()
-    first, second = choose(method, scores, plan)
-    # signatures are the heads' in common, and nobody's important tokens differ
-    assert first == second and len(first) == 26
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_few_candidates_for_a_page() -> None:
     """Fewer candidates than a page: the newest stay, up to the budget."""
     (slots,) = choose(crush(page=32), random_scores(2, 30, 5), Plan(2, 4, 10), h_kv=1)
     assert slots == [0, 1, *range(16, 30)]
 
 
-@settings(max_examples=24, deadline=None)
-@given(st.data())
-def test_pages_stay_whole(data: st.DataObject) -> None:
-    page, sinks, local = (
-        data.draw(st.sampled_from([2, 8, 32])),
-        data.draw(st.integers(0, 3)),
-        data.draw(st.integers(1, 9)),
-    )
-    s = data.draw(st.integers(sinks + local + 2, 200))
-    k = data.draw(st.integers(1, s - sinks - local - 1))
-    method = crush(page=page, rep_ratio=data.draw(st.sampled_from([0.0, 0.25, 1.0])))
+@examples(24)
+def test_pages_stay_whole(pick: Pick) -> None:
+    page, sinks, local = (pick([2, 8, 32]), pick(0, 3), pick(1, 9))
+    s = pick(sinks + local + 2, 200)
+    k = pick(1, s - sinks - local - 1)
+    method = crush(page=page, rep_ratio=pick([0.0, 0.25, 1.0]))
     plan = Plan(sinks, local, k)
     recent = method.recent(s, plan)
     odd = (s - sinks - local) % page
     assert recent <= local or recent - local == min(odd, k)
-    for slots in choose(method, random_scores(4, s, data.draw(st.integers(0, 99))), plan):
+    for slots in choose(method, random_scores(4, s, pick(0, 99)), plan):
         assert set(slots) >= {*range(sinks), *range(s - recent, s)}
         paged = [slot - sinks for slot in slots if sinks <= slot < s - recent]
         for at in {slot // page for slot in paged}:
@@ -177,15 +140,6 @@ def test_the_shares_of_table_ii_at_every_prompt_length(reps: int) -> None:
     assert (min(totals), max(totals), totals.count(672)) == (641, 672, 2)
 
 
-def test_a_page_that_no_token_can_fill_shortens_nothing() -> None:
-    """With room for tokens but not for a page, the odd tokens stay beside the window."""
-    method, plan = crush(page=8, rep_ratio=0), Plan(0, 16, 19)
-    assert method.recent(48 + 16 + 3, plan) == 16 + 3
-    assert method.recent(48 + 16 + 4, plan) == 16 - 4
-    assert method.recent(48 + 16, plan) == 16
-    assert method.recent(48 + 3 + 4, Plan(0, 3, 16)) == 3 + 4  # shortening would leave no window
-
-
 def test_inv_mean_of_one_half_is_zero() -> None:
     signature = torch.tensor([[1, 0, 1, 0], [1, 0, 0, 1]]).bool()
     assert crush(anchor="mean").anchor_bits(signature, 0).tolist() == [True, False, False, False]
@@ -198,11 +152,6 @@ def test_paged_h2o_is_pages_by_summed_scores() -> None:
     for head, slots in enumerate(choose(crush(page=8, rep_ratio=0), scores, Plan(0, 8, 24))):
         pages = sorted({slot // 8 for slot in slots if slot < 64})
         assert pages == sorted(sums[head].topk(3).indices.tolist())
-
-
-def test_one_page_of_room_goes_to_a_representative() -> None:
-    (slots,) = choose(crush(page=8, rep_ratio=0.1), random_scores(2, 48, 5), Plan(0, 8, 8), h_kv=1)
-    assert len(slots) == 16
 
 
 @settings(max_examples=24, deadline=None)
@@ -222,40 +171,27 @@ def test_kmeans_picks_the_member_nearest_to_each_centre() -> None:
     assert sorted(kmeans_representatives(keys, 3).tolist()) == [1, 4, 6]
 
 
-def test_the_kmeans_comparator_keeps_the_same_important_tokens() -> None:
-    scores, plan, k = random_scores(4, 60, 1), Plan(2, 4, 20), torch.randn(1, 2, 60, 4)
-    ours = choose(crush(reps=8), scores, plan)
-    theirs = choose(crush(reps=8, grouping="kmeans"), scores, plan, k=k)
-    for head in range(2):
-        best = scores[2 * head : 2 * head + 2, 2:56].mean(0).topk(12).indices + 2
-        assert len(ours[head]) == len(theirs[head]) == 26
-        assert set(best.tolist()) <= set(ours[head]) & set(theirs[head])
-    assert ours != theirs
-
-
 # -- budgets -----------------------------------------------------------------------------------------------------------
 
 
-def test_published_splits() -> None:
-    over = KVCrush(budget=Budget(tokens=2048), protocol="paper", base_options={"published": "pyramidkv"})
-    assert over.representatives(over.plan(8192, 0, 32)) == 512
-    pyramid = KVCrush(budget=Budget(tokens=2048), protocol="paper", base="pyramidkv")
-    assert [pyramid.representatives(pyramid.plan(8192, layer, 32)) for layer in (0, 31)] == [3986 // 4, 111 // 4]
-    gsm8k = KVCrush(
-        budget=Budget(tokens=672), protocol="paper", base="h2o", reps=384, base_options={"n_sink": 32, "recent": 128}
-    )
-    assert gsm8k.plan(900, 0, 32) == Plan(sinks=32, local=128, k=512)
-    assert gsm8k.representatives(gsm8k.plan(900, 0, 32)) == 384
-
-
-@pytest.mark.parametrize(("base", "sinks"), [("h2o", 32), ("h2o", 0), ("snapkv", 32), ("snapkv", 0)])
-def test_a_quarter_of_2048_tokens_is_512_over_any_base(base: str, sinks: int) -> None:
-    """H2O has the other 1536 for sinks, heavy hitters and a window of half of them."""
-    method = KVCrush(base=base, budget=Budget(tokens=2048), base_options={"n_sink": sinks})
-    plan = method.plan(8192, 0, 32)
-    assert (plan.total, plan.sinks, method.representatives(plan)) == (2048, sinks, 512)
-    if base == "h2o":
-        assert plan.local == (2048 - 512 - sinks) // 2
+@pytest.mark.parametrize(
+    ("options", "s", "layer", "plan", "representatives"),
+    [
+        ({"base_options": {"published": "pyramidkv"}}, 8192, 0, Plan(0, 8, 2040), 512),
+        ({"base": "pyramidkv"}, 8192, 0, Plan(0, 8, 3978), 3986 // 4),
+        ({"base": "pyramidkv"}, 8192, 31, Plan(0, 8, 103), 111 // 4),
+        ({"budget": 672, "base": "h2o", "reps": 384, "base_options": {"n_sink": 32, "recent": 128}}, 900, 0,
+         Plan(32, 128, 512), 384),
+        # H2O has the other 1536 for sinks, heavy hitters and a window of half of them
+        ({"protocol": "aligned", "base": "h2o"}, 8192, 0, Plan(32, 752, 1264), 512),
+        ({"base": "h2o", "base_options": {"n_sink": 0}}, 8192, 0, Plan(0, 768, 1280), 512),
+        ({"protocol": "aligned", "base": "snapkv"}, 8192, 0, Plan(32, 32, 1984), 512),
+        ({"base": "snapkv", "base_options": {"n_sink": 0}}, 8192, 0, Plan(0, 32, 2016), 512),
+    ],
+)  # fmt: skip
+def test_published_splits(options: dict[str, Any], s: int, layer: int, plan: Plan, representatives: int) -> None:
+    method = KVCrush(**{"protocol": "paper", **options, "budget": Budget(tokens=options.get("budget", 2048))})
+    assert method.plan(s, layer, 32) == plan and method.representatives(plan) == representatives
 
 
 def test_budget_bits_are_the_bases_choice() -> None:
@@ -266,6 +202,3 @@ def test_budget_bits_are_the_bases_choice() -> None:
     method.distance = lambda bits, layer_idx: distance(seen.append(bits) or bits, layer_idx)  # type: ignore[method-assign]
     choose(method, random_scores(4, 50, 2), Plan(0, 2, 8))
     assert seen[0].sum(-1).tolist() == [5] * 4
-
-
-# -- in a model --------------------------------------------------------------------------------------------------------

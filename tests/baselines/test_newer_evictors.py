@@ -8,9 +8,9 @@ from baselines.keydiff import KeyDiff
 from baselines.tova import TOVA
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import WatchedCall, Watcher
-from pqcache.selective.shape import ModelShape
+from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
-from tests.baselines.test_evictors import N_LAYERS, D, OneLayer, draw_inputs
+from tests.baselines.test_evictors import D, draw_inputs
 from tests.invariants.drive import Session, tokens
 
 
@@ -19,7 +19,7 @@ def test_tova_drops_what_the_current_query_attends_to_least() -> None:
     for protocol, newest in (("aligned", 1), ("paper", 0)):
         q, k, v = draw_inputs(1, 6, 3, 60, torch.float32, 5)
         method = TOVA(budget=Budget(ratio=0.5), n_sink=0, protocol=protocol)
-        one = OneLayer(method, ModelShape(N_LAYERS, 6, 3, D), [40]).prompt(*(x[:, :, :40] for x in (q, k, v)))
+        one = OneLayer(method, k[:, :, :40], v[:, :, :40], 6, q=q[:, :, :40])
         kept = list(range(40))
         for at in range(39, 60):
             if at > 39:
@@ -29,7 +29,7 @@ def test_tova_drops_what_the_current_query_attends_to_least() -> None:
             if newest:
                 weights[-1] = 1
             kept = sorted(kept[i] for i in weights.topk(20).indices)
-            assert one.held() == [kept] * 3
+            assert held(one.layer) == [kept] * 3
 
 
 def test_keydiff_keeps_keys_that_point_elsewhere() -> None:
@@ -38,8 +38,7 @@ def test_keydiff_keeps_keys_that_point_elsewhere() -> None:
     k[0, 0, :, 0], k[0, 0, :, 1] = angles.cos(), angles.sin()
     k *= torch.linspace(1, 9, 10)[:, None]  # lengths do not count
     method = KeyDiff(budget=Budget(ratio=0.3), protocol="release")
-    one = OneLayer(method, ModelShape(N_LAYERS, 2, 1, D), [10]).prompt(torch.randn(1, 2, 10, D), k, k)
-    assert one.held() == [[2, 4, 7]]
+    assert held(OneLayer(method, k, k, 2, q=torch.randn(1, 2, 10, D)).layer) == [[2, 4, 7]]
 
 
 class Queries(Watcher):

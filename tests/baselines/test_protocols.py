@@ -142,5 +142,10 @@ def test_parts_follow_the_protocol_of_the_whole() -> None:
     assert two.shortener.reduce == "sum_softmax"
     assert made("two_stage", {}).shortener.reduce == "sum_logit"
     assert made("two_stage", {"reduce": "none"}).shortener.reduce == "none"
+    quest, clusters = (
+        made("two_stage", {"protocol": "release", "first": first, "budget": 512}).shortener
+        for first in ("quest", "clusterkv")
+    )
+    assert (quest.least_pages, quest.newest, clusters.clusters, clusters.window) == (3, False, 400, 0)
     crush = made("kvcrush", {"budget": 672, "protocol": "release"})
     assert crush.evictor.w == 16 and crush.representatives(crush.plan(1500, 0, 32)) == 168

@@ -1,16 +1,11 @@
 """Quest: page bounds, page sets, incremental pages, bytes."""
 
-import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from transformers import PreTrainedModel
 
 from baselines.quest import Quest, page_bound
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget
 from tests.baselines.common import OneLayer
-from tests.drawn import drawn
-from tests.invariants.drive import Session, tokens
+from tests.drawn import Pick, drawn, examples
 
 
 def extremes(k: torch.Tensor, page: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -23,18 +18,10 @@ def pages_of(indices: torch.Tensor, page: int) -> list[list[set[int]]]:
     return [[{i // page for i in head.tolist() if i >= 0} for head in row] for row in indices]
 
 
-@settings(max_examples=16, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(1, 70),
-    page=st.integers(1, 17),
-    h_kv=st.sampled_from([1, 2]),
-    group=st.sampled_from([1, 3]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-)
-def test_the_bound_holds_and_ignores_the_order_inside_a_page(
-    seed: int, s: int, page: int, h_kv: int, group: int, dtype: torch.dtype
-) -> None:
+@examples(16)
+def test_the_bound_holds_and_ignores_the_order_inside_a_page(pick: Pick) -> None:
+    seed, s, page, h_kv, group = pick.seed, pick(1, 70), pick(1, 17), pick([1, 2]), pick([1, 3])
+    dtype = pick([torch.float32, torch.bfloat16])
     k, q = drawn(seed, 2, h_kv, s, 8).to(dtype), drawn(seed + 1, 2, h_kv * group, 1, 8).to(dtype)
     bound = page_bound(q, *extremes(k, page))
     exact = (q.float() * k.float().repeat_interleave(group, 1)).sum(-1)
@@ -44,28 +31,18 @@ def test_the_bound_holds_and_ignores_the_order_inside_a_page(
     assert torch.equal(page_bound(q, *extremes(shuffled, page)), bound)
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(60, 140),
-    cut=st.integers(0, 50),
-    n=st.integers(1, 3),
-    page=st.integers(1, 20),
-    group=st.sampled_from([1, 3]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    reduce=st.sampled_from(["none", "sum_logit"]),
-    store=st.sampled_from(["resident", "host"]),
-)
-def test_every_row_has_its_last_page_and_the_best_others(
-    seed: int, s: int, cut: int, n: int, page: int, group: int, dtype: torch.dtype, reduce: str, store: str
-) -> None:
-    """Grouped or not, in 16 bits or 32, rows of different length, two steps; the last page counts inside the budget."""
+@examples(12)
+def test_every_row_has_its_last_page_and_the_best_others(pick: Pick) -> None:
+    """Grouped or not, in 16 bits or 32, rows of different length, seven steps; the last page counts inside the budget."""
+    seed, s, cut, n, page, group = pick.seed, pick(60, 140), pick(0, 50), pick(1, 3), pick(1, 20), pick([1, 3])
+    dtype, reduce = pick([torch.float32, torch.bfloat16]), pick(["none", "sum_logit"])
+    store = pick(["resident", "host"])
     lengths = [s - cut * r // 2 for r in range(n)]
     k = drawn(seed, n, 2, s, 8).to(dtype)
     past = [k[row : row + 1, :, :length] for row, length in enumerate(lengths)]
     one = OneLayer(Quest(page=page, reduce=reduce, store=store, budget=Budget(ratio=0.4)), k, k, 2 * group, lengths)
-    for step in range(2):
-        q, new = drawn(seed + 1 + step, n, 2 * group, 1, 8).to(dtype), drawn(seed + 5 + step, n, 2, 1, 8).to(dtype)
+    for step in range(7):
+        q, new = drawn(seed + 1 + step, n, 2 * group, 1, 8).to(dtype), drawn(seed + 50 + step, n, 2, 1, 8).to(dtype)
         one.step(q, new, new)
         for row, length in enumerate(lengths):
             bound = page_bound(q[row : row + 1], *extremes(past[row], page)) * 8**-0.5
@@ -80,22 +57,6 @@ def test_every_row_has_its_last_page_and_the_best_others(
                 left[[*others, -1]] = -torch.inf
                 assert not others or left.max() <= bound[0, head][others].min() + 1e-4
         past = [torch.cat([keys, new[row : row + 1]], 2) for row, keys in enumerate(past)]
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("page", [4, 16])
-def test_incremental_pages_equal_recomputed_ones(llama: PreTrainedModel, page: int) -> None:
-    """Rows of different length, one of them shorter than a page, and 40 generated tokens."""
-    cache = SelectiveCache(llama, Quest(page=page, budget=Budget(ratio=0.25)))
-    with attach(llama):
-        session = Session(llama, cache, [tokens(n, n) for n in (90, 33, 3)])
-        for token in tokens(40, 2):
-            session.step([token] * 3)
-    for layer in cache.layers:
-        for row, length in enumerate(layer.store.lengths):
-            low, high = extremes(layer.store.k.data[row : row + 1, :, :length], page)
-            assert torch.equal(layer.index.low.data[row, :, : low.shape[2]], low[0])
-            assert torch.equal(layer.index.high.data[row, :, : high.shape[2]], high[0])
 
 
 def test_the_released_evaluation_takes_three_pages_and_does_not_force_the_newest() -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
@@ -25,12 +24,6 @@ def test_snapkv_pools_over_zeros() -> None:
         assert SnapKV(kernel=3, pooling="avg", protocol=protocol).smooth(scores, 5)[0, 0] == 2.5
 
 
-def test_snapkv_and_pyramidkv_choose_per_query_head(llama: PreTrainedModel) -> None:
-    for cls in (SnapKV, PyramidKV):
-        method = cls(budget=Budget(tokens=64), w=8, **RELEASE)
-        assert [len(held(layer)) for layer in run(llama, method, 150).layers] == [4, 4, 4]
-
-
 @pytest.mark.parametrize("cls", [SnapKV, PyramidKV, KVCrush])
 def test_a_new_turn_is_added(llama: PreTrainedModel, cls: type) -> None:
     """64 tokens of the prompt, 5 generated ones, and all 30 of the turn."""
@@ -40,12 +33,6 @@ def test_a_new_turn_is_added(llama: PreTrainedModel, cls: type) -> None:
     for old, layer in zip(before.layers, cache.layers, strict=True):
         for was, now in zip(held(old), held(layer), strict=True):
             assert now == [*was, *range(155, 185)]
-
-
-def test_h2o_chooses_per_query_head(llama: PreTrainedModel) -> None:
-    method = H2O(budget=Budget(ratio=0.2), **RELEASE)
-    cache = run(llama, method, 105, steps=7)
-    assert [[len(head) for head in held(layer)] for layer in cache.layers] == [[20] * 4] * 3
 
 
 def test_streaming_makes_room_for_a_turn_and_rolls(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,22 +1,20 @@
 """SnapKV: what stays is the window and the best pooled tokens before it."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.snapkv import SnapKV
 from pqcache.selective import Budget, Plan
 from tests.baselines.drive import choose, eager_probs, held, random_scores, run
+from tests.drawn import Pick, examples
 from tests.invariants.drive import tokens
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_kernel_1_is_plain_top_k_of_the_group_mean(data: st.DataObject) -> None:
-    s, w = data.draw(st.integers(10, 60)), data.draw(st.integers(1, 5))
-    k = data.draw(st.integers(1, s - w - 1))
-    scores = random_scores(4, s, data.draw(st.integers(0, 99)))
+@examples(40)
+def test_kernel_1_is_plain_top_k_of_the_group_mean(pick: Pick) -> None:
+    s, w = pick(10, 60), pick(1, 5)
+    k = pick(1, s - w - 1)
+    scores = random_scores(4, s, pick(0, 99))
     got = choose(SnapKV(kernel=1, w=w, n_sink=0), scores, Plan(0, w, k))
     for head, chosen in enumerate(got):
         best = scores[2 * head : 2 * head + 2, : s - w].mean(0).sort(descending=True, stable=True).indices[:k]

@@ -14,7 +14,7 @@ from pqcache.selective import Budget
 from pqcache.selective.group import group_reduce
 from tests.baselines.common import OneLayer
 from tests.drawn import drawn as drawn_in
-from tests.invariants.drive import logits, long_run, tokens
+from tests.invariants.drive import logits, tokens
 
 drawn = partial(drawn_in, dtype=torch.float64)
 
@@ -75,38 +75,6 @@ def test_all_components_choose_the_heaviest_tokens_of_every_row(
             assert left.max() <= weights[head][picked].min() + 1e-5
 
 
-@settings(max_examples=12, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(70, 120),
-    cut=st.integers(0, 60),
-    n=st.integers(1, 3),
-    ratio=st.floats(0.05, 0.9),
-    r=st.integers(1, 8),
-    group=st.sampled_from([1, 2]),
-    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
-    reduce=st.sampled_from(["sum_softmax", "none"]),
-)
-def test_constant_values_survive_reallocation(
-    seed: int, s: int, cut: int, n: int, ratio: float, r: int, group: int, dtype: torch.dtype, reduce: str
-) -> None:
-    """And the share that attention keeps lies between 0 and 1, with the rest at the mean: weights add up to one."""
-    lengths = [s - cut * row // 2 for row in range(n)]
-    value = drawn(seed, n, 2, 1, 8).to(dtype)
-    method = SparQ(n_sink=4, r=r, reallocate=True, reduce=reduce, budget=Budget(ratio=ratio))
-    k = (drawn(seed + 1, n, 2, s, 8) * 3).to(dtype)
-    one = OneLayer(method, k, value.expand(-1, -1, s, -1), 2 * group, lengths)
-    near = {"rtol": 0.05, "atol": 0.02} if dtype is torch.bfloat16 else {"rtol": 1e-4, "atol": 1e-5}
-    for step in range(3):
-        q = drawn(seed + 2 + step, n, 2 * group, 1, 8).to(dtype)
-        out = one.step(q, drawn(seed + 9, n, 2, 1, 8).to(dtype), value)
-        torch.testing.assert_close(out[:, 0], value[:, :, 0].repeat_interleave(group, 1), **near)
-        cand = one.layer.selected.candidates
-        if max(cand.k):
-            share = one.layer.index.select(q, cand, 2, one.context(decode=True)).share
-            assert share is not None and (share > 0).all() and (share <= 1 + 1e-6).all()
-
-
 def test_reallocation_is_the_published_blend() -> None:
     """share * attention over the kept tokens + (1 - share) * mean value, share = their approximate weight, per query head."""
     k, v, q, new = drawn(1, 1, 2, 100, 8), drawn(2, 1, 2, 100, 8), drawn(3, 1, 4, 1, 8), drawn(4, 1, 2, 1, 8)
@@ -123,20 +91,6 @@ def test_reallocation_is_the_published_blend() -> None:
         share = (x[:, part] @ query[part] / tau).softmax(0)[kept].sum()
         exact = (x[kept] @ query * 8**-0.5).softmax(0) @ values[head // 2][kept]
         torch.testing.assert_close(out[head], share * exact + (1 - share) * values[head // 2].mean(0))
-
-
-@torch.no_grad()
-def test_second_copy_and_running_mean_follow_the_store(llama: PreTrainedModel) -> None:
-    for store in ("resident", "host"):
-        method = SparQ(n_sink=8, reallocate=True, store=store, budget=Budget(ratio=0.25))
-        cache = long_run(llama, method)
-        for layer in cache.layers:
-            keys, values = layer.store.view()
-            assert layer.store.lengths == [88, 60, 145]
-            for row, length in enumerate(layer.store.lengths):
-                copy = layer.index.components.data[row, :, :length].unflatten(0, (2, 16)).transpose(1, 2)
-                assert torch.equal(copy, keys[row, :, :length])
-                torch.testing.assert_close(layer.index.mean[row], values[row, :, :length].mean(1))
 
 
 def test_the_release_sums_logits(llama: PreTrainedModel) -> None:

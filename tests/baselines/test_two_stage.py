@@ -138,31 +138,6 @@ def test_a_shortlist_of_k_before_the_oracle_is_the_first_stage_alone(llama: PreT
         assert torch.equal(a.indices, b.indices)
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(60, 160),
-    group=st.sampled_from([1, 2]),
-    reduce=st.sampled_from(["sum_softmax", "none"]),
-)
-@pytest.mark.rest
-def test_a_shortlist_of_k_clusters_is_the_choice_of_clusters(seed: int, s: int, group: int, reduce: str) -> None:
-    """ClusterKV's own selection in the same candidates: clusters in rank order, sinks and window left out."""
-    one, q = stepped(two("clusterkv", "oracle", shortlist=1, reduce=reduce), seed, [s], group)
-    index, cand = one.layer.index, one.layer.selected.candidates
-    assert isinstance(index, TwoStageIndex)
-    clusters: Any = index.first
-    weights = clusters.weights(q, 2, 8**-0.5)
-    for head in range(weights.shape[1]):
-        kv = head * 2 // weights.shape[1]
-        sizes, want = clusters.sizes[0, kv].tolist(), []
-        starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        for c in weights[0, head].argsort(descending=True, stable=True).tolist():
-            members = clusters.order[0, kv, starts[c] : starts[c] + sizes[c]].tolist()
-            want += [i for i in members if cand.sinks <= i < cand.ends[0]]
-        assert one.selected[0, head].tolist() == sorted(want[: cand.k[0]])
-
-
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("store", ["resident", "host"])
 @pytest.mark.parametrize("heads", ["one", "kv", "query"])
@@ -178,33 +153,3 @@ def test_scores_of_a_shortlist_are_those_of_the_whole(second: str, store: str, h
     torch.testing.assert_close(index.score_at(q, at, ctx), want)
     torch.testing.assert_close(Index.score_at(index, q, at, ctx), want)
     assert torch.isfinite(index.score_at(q, torch.full_like(at, -1), ctx)).all()
-
-
-def test_stages_follow_a_long_generation(llama: PreTrainedModel) -> None:
-    """Tokens without a cluster are on the shortlist, until a window of them is clustered."""
-    method = TwoStage(
-        first="clusterkv",
-        second="oracle",
-        first_options={"window": 15, "tokens_per_cluster": 8},
-        n_sink=20,
-        recent_ratio=0.1,
-        budget=Budget(ratio=0.2),
-        shortlist=1,
-    )
-    seen = set()
-    for step, (_, selected) in enumerate(selections(llama, method, 120, 60)):
-        past = 120 + step // 3
-        assert selected.candidates.sinks == 20 and selected.candidates.ends == [past - selected.local[0]]
-        assert selected.local == [2]
-        assert all(len(set(head)) == 18 for head in selected.indices[0].tolist())
-        seen |= set(selected.indices.flatten().tolist())
-    assert max(seen) > 150
-
-
-def test_each_stage_runs_as_its_released_code() -> None:
-    for first, wanted in (
-        ("quest", {"least_pages": 3, "newest": False}),
-        ("clusterkv", {"clusters": 400, "window": 0}),
-    ):
-        shortener = TwoStage(protocol="release", first=first, budget=Budget(tokens=512)).shortener
-        assert {key: getattr(shortener, key) for key in wanted} == wanted

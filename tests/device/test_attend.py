@@ -4,8 +4,6 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baselines.gear import GEAR
 from baselines.zipcache import ZipCache
@@ -16,6 +14,7 @@ from pqcache.selective.quantization import attend_coded
 from tests.baselines.coded_stores import METHODS as STORES
 from tests.baselines.coded_stores import store_of
 from tests.device.conftest import CLOSE
+from tests.drawn import examples
 from tests.thin import thin
 
 pytest.importorskip("triton")
@@ -26,20 +25,11 @@ from pqcache.device.packed import attend_packed
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@settings(max_examples=8, deadline=None)
-@given(
-    n=st.integers(1, 2),
-    h_kv=st.integers(1, 2),
-    g=st.sampled_from([1, 3, 4]),
-    d=st.sampled_from([8, 24, 64]),
-    length=st.integers(2, 400),
-    dtype=st.sampled_from(list(CLOSE)),
-    scale=st.sampled_from([1.0, 20.0]),
-    picked=st.booleans(),
-    seed=st.integers(0, 99),
-)
-def test_all_tokens_and_chosen_ones(n, h_kv, g, d, length, dtype, scale, picked, seed):
+@examples(8)
+def test_all_tokens_and_chosen_ones(pick):
     """Two lists of two buffers: the first in order or chosen, with padding, the second a ring that begins anywhere."""
+    n, h_kv, g, d, length = pick(1, 2), pick(1, 2), pick([1, 3, 4]), pick([8, 24, 64]), pick(2, 400)
+    dtype, scale, picked, seed = pick(list(CLOSE)), pick([1.0, 20.0]), pick([False, True]), pick(0, 99)
     gen = torch.Generator().manual_seed(seed)
     first, second = (
         tuple(torch.randn(n, h_kv, size, d, generator=gen).to(dtype).to(DEVICE) for _ in "kv") for size in (length, 37)

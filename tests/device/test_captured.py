@@ -129,25 +129,6 @@ def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, replays: lis
                 steps.replay()
 
 
-@pytest.mark.rest
-def test_a_recording_ends_with_what_it_was_made_of(llama: PreTrainedModel, replays: list[int]) -> None:
-    with attach(llama):
-        cache, token = started(llama, Full())
-        steps = CapturedSteps(llama, cache, token, 4)
-        columns = cache.columns
-        cache.map_rows(torch.tensor([0]))
-        with pytest.raises(RuntimeError, match="something else"):
-            steps.replay()
-        cache, token = started(llama, Full())
-        steps = CapturedSteps(llama, cache, token, 4)
-        cache.begin([columns - 1])  # another request of the very same length
-        step(llama, cache, torch.tensor([tokens(columns - 1, 4)]))
-        step(llama, cache, token)
-        assert cache.columns == columns
-        with pytest.raises(RuntimeError, match="something else"):
-            steps.replay()
-
-
 def test_as_many_steps_as_there_is_room_for(llama: PreTrainedModel, replays: list[int]) -> None:
     with attach(llama):
         cache, token = started(llama, Full())

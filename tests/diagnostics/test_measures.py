@@ -142,17 +142,6 @@ def test_a_set_without_mass_still_has_an_output() -> None:
     assert float(result.error) == pytest.approx(2)
 
 
-def test_ties_go_to_the_lower_position() -> None:
-    x = Example(5, H_KV, ties=True)
-    order = m.heaviest(x.logits.masked_fill(~x.stored, -torch.inf))
-    for row, head in x.heads():
-        chosen, candidates, _ = x.sets(row, head)
-        own = x.logits[row, head].tolist()
-        want = share(chosen, top(own, candidates, len(chosen)))
-        got = float(m.recall(order, x.inside, x.chosen)[row, head])
-        assert got == pytest.approx(want, nan_ok=True)
-
-
 def test_ranks_are_places_in_the_order() -> None:
     x = Example(7, 1, ties=True)
     positions = torch.tensor([[3, 7, 9], [4, 5, 6]])

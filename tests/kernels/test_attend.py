@@ -2,32 +2,23 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pqcache import kernels
 from pqcache.selective.attention import attend_one, attend_ragged
 from pqcache.store.ragged import RaggedStore
 from pqcache.store.resident import ResidentStore
+from tests.drawn import examples
 from tests.threads import threads
 
 pytest.importorskip("numba")
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.integers(1, 3),
-    h_kv=st.integers(1, 3),
-    g=st.sampled_from([1, 2, 3, 4, 5, 9]),
-    d=st.sampled_from([8, 16, 24, 40, 128]),
-    length=st.integers(3, 900),  # a token at least between sinks and window
-    choice=st.sampled_from(["all heads", "KV head", "query head"]),
-    padding=st.integers(0, 3),
-    scale=st.sampled_from([1.0, 30.0]),
-    workers=st.sampled_from([1, 2]),
-    seed=st.integers(0, 99),
-)
-def test_equals_gather_then_attend(n, h_kv, g, d, length, choice, padding, scale, workers, seed):
+@examples(40)
+def test_equals_gather_then_attend(pick):
+    n, h_kv, g, d = pick(1, 3), pick(1, 3), pick([1, 2, 3, 4, 5, 9]), pick([8, 16, 24, 40, 128])
+    # a token at least between sinks and window
+    length, choice, padding = pick(3, 900), pick(["all heads", "KV head", "query head"]), pick(0, 3)
+    scale, workers, seed = pick([1.0, 30.0]), pick([1, 2]), pick(0, 99)
     gen = torch.Generator().manual_seed(seed)
     store = ResidentStore()
     store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))

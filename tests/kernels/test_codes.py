@@ -2,10 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pqcache.selective.group import top_tokens
+from tests.drawn import examples
 
 pytest.importorskip("numba")
 from pqcache.kernels import codes as compiled
@@ -22,18 +21,11 @@ def plain(tables, codes, lo, hi, k):
     return weights.masked_fill(~valid, -torch.inf)
 
 
-@settings(max_examples=40, deadline=None)
-@given(
-    n=st.integers(1, 3),
-    h_kv=st.integers(1, 3),
-    g=st.sampled_from([1, 2, 3, 4]),
-    bits=st.sampled_from([(1, 4), (2, 6), (4, 3), (2, 8), (4, 4), (8, 2), (3, 5)]),
-    tokens=st.integers(2, 900),
-    share=st.floats(0.01, 1.0),
-    scale=st.sampled_from([0.0, 0.3, 3.0]),
-    seed=st.integers(0, 999),
-)
-def test_selection_equals_the_definition(n, h_kv, g, bits, tokens, share, scale, seed):
+@examples(40)
+def test_selection_equals_the_definition(pick):
+    n, h_kv, g = pick(1, 3), pick(1, 3), pick([1, 2, 3, 4])
+    bits, tokens = pick([(1, 4), (2, 6), (4, 3), (2, 8), (4, 4), (8, 2), (3, 5)]), pick(2, 900)
+    share, scale, seed = pick(0.01, 1.0), pick([0.0, 0.3, 3.0]), pick(0, 999)
     m, b = bits
     gen = torch.Generator().manual_seed(seed)
     lo = min(3, tokens - 1)

@@ -6,7 +6,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined.two_stage import TwoStage
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.fit import fit
 from pqcache.pq.index import PQIndex
@@ -84,13 +83,6 @@ def test_bytes_of_a_refit(llama: PreTrainedModel) -> None:
     extra = {kind: (now[kind] - before[kind]) - (plain[1][kind] - plain[0][kind]) for kind in now}
     table = shape.n_layers * shape.h_kv * shape.d * 2**3 * 4
     assert extra == {"codes": size, "centroids": table, "fetch": 0, "write_back": 0}
-
-
-def test_a_second_stage_is_refitted(llama: PreTrainedModel) -> None:
-    second = {"b": 3, "refit_every": 2}
-    method = TwoStage(budget=Budget(ratio=0.25), n_sink=SINKS, first_options={"page": 4}, second_options=second)
-    _, cache = run(llama, method, Lanes(), 1)
-    assert cache.ledger.reported()["refits"] > 1
 
 
 def test_kernels_leave_the_step_alone(llama: PreTrainedModel) -> None:

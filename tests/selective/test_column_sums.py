@@ -1,9 +1,6 @@
 """Blockwise column sums against the whole softmax matrix; padding, chunks, evicted keys, memory."""
 
 import contextlib
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,9 +10,9 @@ from hypothesis import strategies as st
 from pqcache import kernels
 from pqcache.selective import column_sums
 from pqcache.selective.column_sums import QueryWindow, add_column_sums
+from tests.drawn import Pick, examples
+from tests.largest import Largest
 from tests.masks import causal_mask
-
-REPO = Path(__file__).resolve().parents[2]
 
 
 def inputs(n: int, h: int, h_kv: int, t: int, m: int, seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,33 +42,26 @@ def sums(
 
 
 @pytest.mark.parametrize("native", [True, False])
-@settings(max_examples=40, deadline=None)
-@given(st.data())
-def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(native: bool, data: st.DataObject) -> None:
+@examples(40)
+def test_equal_to_the_whole_matrix_for_any_block_padding_and_past(native: bool, pick: Pick) -> None:
     """Any block size, any left padding, any number of keys from before (chunks, or what an eviction left)."""
-    n, h_kv, g = data.draw(st.integers(1, 3)), data.draw(st.integers(1, 2)), data.draw(st.integers(1, 3))
-    t = data.draw(st.integers(1, 20))
-    counts = [data.draw(st.integers(0, t)) for _ in range(n)]
-    stored = [max(1, count + data.draw(st.integers(0, 15))) for count in counts]
-    q, k = inputs(n, h_kv * g, h_kv, t, max(stored) + data.draw(st.integers(0, 3)), data.draw(st.integers(0, 99)))
+    n, h_kv, g = pick(1, 3), pick(1, 2), pick(1, 3)
+    t = pick(1, 20)
+    counts = [pick(0, t) for _ in range(n)]
+    stored = [max(1, count + pick(0, 15)) for count in counts]
+    q, k = inputs(n, h_kv * g, h_kv, t, max(stored) + pick(0, 3), pick(0, 99))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(column_sums, "TILE", data.draw(st.integers(1, 40)))
-        patch.setattr(column_sums, "TOGETHER", data.draw(st.sampled_from([0, 200, 1 << 20])))  # one KV head, some, all
-        got = sums(q, k, stored, counts, data.draw(st.integers(1, 25)), native)
+        patch.setattr(column_sums, "TILE", pick(1, 40))
+        patch.setattr(column_sums, "TOGETHER", pick([0, 200, 1 << 20]))  # one KV head, some, all
+        got = sums(q, k, stored, counts, pick(1, 25), native)
     torch.testing.assert_close(got, naive(q, k, stored, counts, 0.3), atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(got.sum(-1), torch.tensor(counts, dtype=torch.float32)[:, None].expand(n, h_kv * g))
 
 
-@settings(max_examples=10, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    s=st.integers(1, 40),
-    t=st.integers(1, 20),
-    w=st.integers(1, 50),
-    block=st.integers(1, 9),
-    dtype=st.sampled_from([torch.float64, torch.float32]),  # plain torch, and the CPU's kernel
-)
-def test_queries_that_see_a_window_only(seed: int, s: int, t: int, w: int, block: int, dtype: torch.dtype) -> None:
+@examples(10)
+def test_queries_that_see_a_window_only(pick: Pick) -> None:
+    seed, s, t, w, block = pick.seed, pick(1, 40), pick(1, 20), pick(1, 50), pick(1, 9)
+    dtype = pick([torch.float64, torch.float32])
     t = min(s, t)
     q, k = (x.to(dtype) for x in inputs(1, 4, 2, t, s, seed))
     sums = torch.zeros(1, 4, s, dtype=dtype)
@@ -104,14 +94,6 @@ def test_chunks_add_up_and_the_window_survives_them(chunk: int, w: int, pad: int
     torch.testing.assert_close(once.column_sums(k, rows, 0.3), last)
 
 
-def test_a_row_is_the_same_bits_alone() -> None:
-    q, k = inputs(2, 4, 2, 40, 40, 5)
-    both, alone = torch.zeros(2, 4, 40), torch.zeros(1, 4, 25)
-    add_column_sums(both, q, k, [40, 25], [40, 25], 0.3, 16)
-    add_column_sums(alone, q[1:, :, 15:], k[1:, :, :25], [25], [25], 0.3, 16)
-    assert torch.equal(both[1:, :, :25], alone)
-
-
 def test_constant_zero_and_extreme_inputs_stay_finite() -> None:
     for value in (0.0, 1.0, 65504.0, -65504.0):
         q = torch.full((1, 2, 9, 8), value, dtype=torch.float16)
@@ -128,35 +110,12 @@ def test_a_window_lets_the_prompts_queries_go() -> None:
     assert window.tensors()["device"][0].untyped_storage().nbytes() == 2 * 4 * 8 * 4
 
 
-_LONG = r"""
-import torch
-import ctypes, re
-from pqcache.measure.peak import peak_memory
-from pqcache.selective.column_sums import add_column_sums
-torch.set_num_threads(1)
-s, w, d = 32768, 256, 128
-q, k = torch.randn(1, 8, w, d), torch.randn(1, 2, s, d, dtype=torch.bfloat16)
-sums = torch.zeros(1, 8, s)
-add_column_sums(sums, q[:, :, :1], k, [64], [1], 0.1)
-extra = []
-for _ in range(3):
-    ctypes.CDLL(None).malloc_trim(0)  # memory that was freed but kept would be used first, unseen
-    before = int(re.search(r"VmRSS:\s+(\d+)", open("/proc/self/status").read())[1]) * 1024
-    with peak_memory(q.device) as peak:
-        add_column_sums(sums, q, k, [s], [w], 0.1, block=64)
-    extra.append(peak.bytes - before)
-print(min(extra))  # whatever else the process does only adds
-"""
-
-
-@pytest.mark.rest
-@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="reads the peak from /proc")
-def test_process_memory_at_32k_is_one_block_of_one_group() -> None:
-    """4 query heads x 64 queries x 32768 keys in fp32 are 32 MiB; all heads would be 64, all queries of the prompt 16 GiB."""
-    block = 4 * 64 * 32768 * 4
-    command = [sys.executable, "-c", _LONG]
-    (one,) = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPO).stdout.split()
-    assert 0.9 * block < int(one) < 1.5 * block
+def test_scratch_of_a_long_prompt_is_one_block_of_one_group() -> None:
+    """4 query heads x 64 queries x 32768 keys; all heads would be twice as many, all queries of the prompt 512 times."""
+    (q, _), (_, k) = inputs(1, 8, 2, 256, 1, 0), inputs(1, 8, 2, 1, 32768, 1)
+    with kernels.plain_torch(), Largest([q, k, out := torch.zeros(1, 8, 32768)]) as seen:
+        add_column_sums(out, q, k, [32768], [256], 0.3, block=64)
+    assert seen.numel <= 4 * 64 * 32768
 
 
 @pytest.mark.gpu

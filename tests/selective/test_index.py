@@ -107,48 +107,11 @@ def test_log_weights_enter_the_softmax(store: str, heads: str) -> None:
         torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("store", STORES)
-def test_log_weight_zero_is_no_weight(store: str) -> None:
-    outs = []
-    for weights in ("zero", "none"):
-        method = Sampler(budget=Budget(ratio=0.4), store=store, weights=weights)
-        outs.append(one_step(method, [60, 41])[2])
-    torch.testing.assert_close(*outs, rtol=1e-6, atol=1e-6)
-
-
 @pytest.mark.parametrize("mean_heads", [SHAPE.h_kv, SHAPE.h])
 def test_the_remainder_may_be_estimated_per_kv_head_or_per_query_head(mean_heads: int) -> None:
     method = Sampler(budget=Budget(ratio=0.4), mean_heads=mean_heads)
     layer, given, out = one_step(method, [60, 41])
     torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
-
-
-class EverySecond(Index):
-    """Every second candidate, standing for two."""
-
-    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        indices = torch.arange(cand.sinks, cand.ends[0], 2).expand(q.shape[0], h_kv, -1)
-        return Selection(indices, log_weight=torch.full(indices.shape, 2.0).log())
-
-
-class Halver(Sampler):
-    def make_index(self, layer_idx: int, shape: ModelShape) -> EverySecond:  # type: ignore[override]
-        return EverySecond()
-
-
-@pytest.mark.parametrize("store", STORES)
-def test_one_of_two_equal_tokens_at_double_weight_is_both(store: str) -> None:
-    draw = torch.Generator().manual_seed(1)
-    # 4 sinks, 56 candidates in equal pairs, a window of 4
-    k, v = (torch.randn(1, SHAPE.h_kv, 32, SHAPE.d, generator=draw).repeat_interleave(2, 2) for _ in "kv")
-    q = torch.randn(1, SHAPE.h, 1, SHAPE.d, generator=draw)
-    new = [torch.randn(1, SHAPE.h_kv, 1, SHAPE.d, generator=draw) for _ in "kv"]
-    ratio = 32.2 / 60
-    out, full = (
-        OneLayer(cls(budget=budget, store=store, recent_ratio=4 / 32), k, v, SHAPE.h).step(q, *new)
-        for cls, budget in ((Halver, Budget(ratio=ratio)), (Sampler, Budget(ratio=1.0)))
-    )
-    torch.testing.assert_close(out, full, rtol=1e-5, atol=1e-5)
 
 
 class Kept(Index):

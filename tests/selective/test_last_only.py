@@ -107,17 +107,6 @@ def test_a_failed_pass_leaves_the_next_one_whole(llama: PreTrainedModel, monkeyp
     torch.testing.assert_close(hidden, llama.model(IDS).last_hidden_state, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("blocks", [(70,), (30, 30, 10), (69, 1)])
-def test_chunks_of_a_prompt(llama: PreTrainedModel, blocks: tuple[int, ...]) -> None:
-    with attach(llama), rows_of(llama) as seen:
-        cache = SelectiveCache(llama, Full())
-        cache.begin([70, 70])
-        for block in IDS.split(blocks, 1):
-            result = run(llama, cache, block, logits_to_keep=1).logits
-    torch.testing.assert_close(result, llama(IDS).logits[:, -1:], rtol=1e-12, atol=1e-12)
-    assert set(seen[-1]) == {1}
-
-
 def test_no_hook_is_left(llama: PreTrainedModel) -> None:
     """Behind the block the last layer of such a pass computes every row again, as a stock model's does."""
     with attach(llama), rows_of(llama) as seen:

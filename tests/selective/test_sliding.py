@@ -93,17 +93,6 @@ def test_plain_generate(mixed: PreTrainedModel) -> None:
             assert torch.equal(call(past_key_values=cache), theirs), how
 
 
-@torch.no_grad()
-def test_a_second_turn(mixed: PreTrainedModel) -> None:
-    ids = prompt(1, S + 30)
-    theirs = mixed(ids).logits[:, -1]
-    with attach(mixed):
-        cache = SelectiveCache(mixed, full())
-        for part in (ids[:, :S], ids[:, S : S + 1], ids[:, S + 1 :]):
-            ours = mixed(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1]
-    assert (ours - theirs).abs().max() < 1e-9
-
-
 @pytest.mark.parametrize("mixed", ["gemma3_text"], indirect=True)
 def test_every_method_serves_the_other_layers(mixed: PreTrainedModel) -> None:
     """Shared prefills and joint steps change nothing; bytes and tokens are of the served layers."""

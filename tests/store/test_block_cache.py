@@ -19,8 +19,7 @@ from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from tests.baselines.common import random_layer
 from tests.invariants.drive import Session, logits, tokens
-from tests.store.test_lanes import slow
-from tests.store.test_row_cache import check_tables
+from tests.store.cache_tables import check_cache, held
 from tests.thin import thin
 
 SMALL: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
@@ -75,26 +74,6 @@ def cache_of(rows: int, slots: int, topk: int, policy: str, blocks: int = 40) ->
     return store
 
 
-def held(store: BlockCacheStore, row: int) -> set[int]:
-    """The blocks of a row, checked: slots are unique and both tables say the same."""
-    there = {b: s for b, s in enumerate(store.slot[row].tolist()) if s >= 0}
-    assert len(set(there.values())) == len(there) <= store.slots
-    assert {b: s for s, b in enumerate(store.content[row].tolist()) if b >= 0} == there
-    assert [u > 0 for u in store.uses[row].tolist()] == [b >= 0 for b in store.content[row].tolist()]
-    return set(there)
-
-
-def check_blocks(store: BlockCacheStore) -> None:
-    """Complete blocks, each as on the host."""
-    size = store.block
-    for row, length in enumerate(store.lengths):
-        for b in held(store, row):
-            assert (b + 1) * size <= length - store.n_sink
-            at = int(store.slot[row, b]) * size
-            for cache, host in zip(store.cache, store.host, strict=True):
-                assert torch.equal(cache.data[row, :, at : at + size], host.data[row, :, b * size : (b + 1) * size])
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     policy=st.sampled_from(["lru", "lfu"]),
@@ -140,89 +119,6 @@ def test_the_published_lfu_trace() -> None:
     assert [int(store.uses[0, slot[x]]) for x in (a, f)] == [2, 1]
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    seed=st.integers(0, 10**6),
-    lengths=st.lists(st.integers(1, 60), min_size=1, max_size=3),
-    policy=st.sampled_from(["lru", "lfu"]),
-    block=st.integers(1, 9),
-    slots=st.integers(1, 6),
-    topk=st.integers(1, 7),
-    group=st.sampled_from([1, 3]),
-    heads=st.sampled_from(["one", "kv", "query"]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
-    beside=st.booleans(),
-)
-def test_fetch_equals_the_host_store_and_content_equals_host_rows(
-    seed: int,
-    lengths: list[int],
-    policy: str,
-    block: int,
-    slots: int,
-    topk: int,
-    group: int,
-    heads: str,
-    dtype: torch.dtype,
-    beside: bool,
-) -> None:
-    """Random selections and appends over rows of different length, some shorter than the sinks; a reorder half-way.
-
-    beside: copies run beside the model, late; every other step reads while blocks are still on their way.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    sink, h_kv, d = 4, 2, 3
-    n, moved = len(lengths), {"fetch": 0, "refill": 0, "write_back": 0}
-
-    def count(kind: str, nbytes: int) -> None:
-        moved[kind] += nbytes
-
-    def draw(t: int) -> torch.Tensor:
-        return torch.randn(n, h_kv, t, d, generator=generator).to(dtype)
-
-    store = BlockCacheStore(sink, 3, count, block, slots, topk, policy)
-    lanes = store.lanes = slow(seed, most_ms=0.5) if beside else store.lanes
-    plain = HostStore(sink, 3, lambda kind, nbytes: None)
-    k, v = draw(max(lengths)), draw(max(lengths))
-    store.load(k, v, lengths)
-    plain.load(k, v, lengths)
-    token = 2 * d * k.element_size()  # K and V of one head
-    for step in range(12):
-        new = draw(1), draw(1)
-        store.append(*new)
-        plain.append(*new)
-        wide = {"one": 1, "kv": h_kv, "query": h_kv * group}[heads]
-        want = torch.full((n, wide, 5), -1)
-        for row, length in enumerate(store.lengths):
-            for head in range(wide):
-                pick = torch.randperm(max(0, length - sink), generator=generator)[:5].sort().values + sink
-                want[row, head, : len(pick)] = pick
-        blocks_before = (store.content >= 0).sum(1)
-        before = dict(moved)
-        got, expected = store.fetch(want, group), plain.fetch(want, group)
-        real = (want >= 0).expand(n, max(wide, h_kv), 5) if wide == 1 else want >= 0
-        for a, b in zip(got, expected, strict=True):
-            assert torch.equal(a[real], b[real])
-        served = store.served
-        assert served is not None
-        assert served.lookups == real.sum((1, 2)).tolist()
-        assert served.held == (blocks_before * block).tolist()
-        assert moved["fetch"] - before["fetch"] == (sum(served.lookups) - sum(served.hits)) * token
-        if step % 2:
-            store.wait()
-            check_blocks(store)
-            for ours, theirs in zip(store.host, plain.host, strict=True):
-                for row, length in enumerate(store.lengths):
-                    rows = slice(max(0, length - sink))
-                    assert torch.equal(ours.data[row, :, rows], theirs.data[row, :, rows])
-        assert (moved["refill"] - before["refill"]) % (block * h_kv * token) == 0
-        if step == 6:
-            index = torch.randperm(n, generator=generator)
-            store.map_rows(index)
-            plain.map_rows(index)
-    store.wait()
-    lanes.close()
-
-
 @pytest.mark.parametrize("name", thin(POLICIES, 4))
 @pytest.mark.parametrize("policy", ["lru", "lfu", "paying"])
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
@@ -256,7 +152,7 @@ def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, po
 @pytest.mark.parametrize("policy", ["lru", "paying"])
 def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel, policy: str) -> None:
     method = PQCache(n_sink=8, b=4, budget=Budget(ratio=0.2), **SMALL, cache_policy=policy)
-    cache, check = SelectiveCache(llama, method), check_tables if policy == "paying" else check_blocks
+    cache = SelectiveCache(llama, method)
     with attach(llama):
         session = Session(llama, cache, [tokens(120, 1), tokens(90, 2)])
         for token in tokens(6, 3):
@@ -271,7 +167,7 @@ def test_turns_keep_the_cache_and_requests_do_not(llama: PreTrainedModel, policy
         assert torch.equal(later.content, before[[1, 0]])
         for token in tokens(20, 5):
             session.step([token] * 2)
-            check(later)
+            check_cache(later)
         Session(llama, cache, [tokens(120, 1)])
         fresh: Any = cache.layers[1].store
         assert not (fresh.content >= 0).any() and fresh.cache[0].capacity == 0

@@ -47,14 +47,6 @@ def test_an_announced_end_needs_no_copy(copies: list[int], make) -> None:
     assert store.view()[0].shape[2] == 812
 
 
-def test_room_to_come_is_no_content(copies: list[int]) -> None:
-    store = ResidentStore()
-    store.expect(5000)
-    x = torch.randn(1, 1, 512, 2)
-    store.load(x, x, [512])
-    assert store.k is not None and store.k.filled == 512 and store.k.slack == (5120 - 512) * 2 * 4
-
-
 def test_an_evictor_gives_announced_room_back() -> None:
     store = ResidentStore()
     store.expect(5000)

@@ -1,105 +1,160 @@
-"""CudaLanes without a device: streams and events that write down who waits for whom; copies themselves happen at once."""
+"""Lanes on CUDA without a device: a copy that was queued is done only when its event or stream is waited for."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.store.lanes import TO_DEVICE, TO_HOST, CudaLanes, Lanes
-from tests.store.fake_streams import current_and_stream
+from pqcache.harness.run.latency_rounds import make_lanes
+from pqcache.store.host import HostStore
+from pqcache.store.lanes import TO_DEVICE, CudaLanes, Lanes
 from tests.store.test_lanes import METHODS, left_behind, run
 
 if torch.cuda.is_available():
     pytest.skip("tests/invariants/test_gpu.py runs the real ones", allow_module_level=True)
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Stream:
-    made = 0
+    """A queue of copies, in which `done` have been done. An eager one, as the model's own, does each at once."""
+
+    made: list[Stream] = []
 
     def __init__(self, *_: object) -> None:
-        Stream.made += 1
-        self.name = f"stream {Stream.made}"
+        self.queue: list[Callable[[], object]] = []
+        self.done, self.eager, self.lock = 0, False, threading.RLock()
+        Stream.made.append(self)
 
-    def wait_stream(self, other: Stream) -> None:
-        LOG.append((self.name, "waits for", other.name))
+    def put(self, work: Callable[[], object]) -> None:
+        self.queue.append(work)
+        if self.eager:
+            self.synchronize()
 
-    def wait_event(self, event: Event) -> None:
-        LOG.append((self.name, "waits for", event.at))
+    def until(self, count: int) -> None:
+        if self.done < count:
+            with self.lock:
+                while self.done < count:
+                    self.queue[self.done]()
+                    self.done += 1
 
     def synchronize(self) -> None:
-        LOG.append(("host", "waits for", self.name))
+        self.until(len(self.queue))
+
+    def wait_stream(self, other: Stream) -> None:
+        count = len(other.queue)
+        self.put(lambda: other.until(count))
+
+    def wait_event(self, event: Event) -> None:
+        self.put(event.synchronize)
 
 
 class Event:
-    at = ""
-
     def record(self, stream: Stream) -> None:
-        self.at = stream.name
+        self.stream, self.count = stream, len(stream.queue)
 
     def synchronize(self) -> None:
-        LOG.append(("host", "waits for", self.at))
-
-
-LOG: list[tuple[str, str, str]] = []
+        self.stream.until(self.count)
 
 
 @pytest.fixture
-def lanes(monkeypatch: pytest.MonkeyPatch):
-    LOG.clear()
-    main = Stream()
-    main.name = "main"
+def main(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stream]:
+    """The model's stream. `copy_(..., non_blocking=True)` returns before it copies, as between a GPU and pinned memory."""
+    Stream.made = []
+    stream, own, copy_now = Stream(), threading.local(), torch.Tensor.copy_
 
-    current, on = current_and_stream(main)
+    def current(_: object = None) -> Stream:
+        return getattr(own, "stream", stream)
+
+    @contextlib.contextmanager
+    def on(other: Stream) -> Iterator[None]:
+        before, own.stream = current(), other
+        yield
+        own.stream = before
+
+    def copy_(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if not non_blocking:
+            return copy_now(self, source)
+        current().put(lambda: copy_now(self, source))
+        return self
 
     for name, fake in (("Stream", Stream), ("Event", Event), ("current_stream", current), ("stream", on)):
         monkeypatch.setattr(torch.cuda, name, fake)
     monkeypatch.setattr(torch.cuda, "device", lambda _: contextlib.nullcontext())
-    result = CudaLanes(CPU)
-    yield result
-    result.close()
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_)
+    yield stream
     assert not left_behind()
 
 
-def test_copies_come_after_their_sources_and_before_their_readers(lanes: CudaLanes) -> None:
-    first = lanes.copy(TO_HOST, lambda: 1)
-    second = lanes.copy(TO_HOST, lambda: 2)
-    other = lanes.copy(TO_DEVICE, lambda: 3)
-    assert (first.wait(), second.wait(), other.wait()) == (1, 2, 3)
-    streams = {name for name, _, _ in LOG if name != "main"}
-    assert len(streams) == 2 and all((name, "waits for", "main") in LOG for name in streams)
-    assert LOG[-3:] == [("main", "waits for", name) for name, _, _ in LOG[:3]]  # in the order of their copies
-    LOG.clear()
-    second.finish()
-    assert LOG[0] == ("host", "waits for", LOG[1][2]) and LOG[1][0] == "main"
+@pytest.mark.parametrize("overlap", ["none", "threads", "auto"])
+def test_host_rows_have_arrived_when_k_means_reads_them(main: Stream, overlap: str) -> None:
+    """An index build on the host takes the store's own rows, once their copy has ended."""
+    lanes = make_lanes(overlap, CUDA)
+    store = HostStore(4, 8, lambda kind, nbytes: None)
+    store.use_lanes(lanes)
+    k = torch.randn(1, 1, 64, 2)
+    store.load(k, k.clone(), [64])
+    there = store.host_keys(60)
+    assert there is not None
+    rows, written = there
+    assert not rows.any()  # rows of zeros: they have not arrived
+
+    def build() -> int:
+        written.finish()
+        return int((rows == 0).all(-1).sum())
+
+    assert lanes.build(build).finish() == 0
+    assert torch.equal(rows, k[:, :, 4:])
+    lanes.close()
 
 
-def test_only_a_fetch_waits_for_what_it_asks(lanes: CudaLanes) -> None:
-    """The caller goes on; its stream then waits for the lane's, and the lane's for what the caller had queued."""
-    gate = threading.Event()
+def test_a_cache_binds_the_lanes_it_is_given() -> None:
+    assert Lanes().serve(CUDA).device == CUDA and Lanes().serve(CPU).device is None
 
-    def work() -> str:
-        assert gate.wait(60)  # stands for indices that the device has not computed yet
-        return torch.cuda.current_stream().name
 
-    fetched = lanes.fetch(work)
-    assert not any(who in ("host", "main") for who, _, _ in LOG)
-    refill = lanes.copy(TO_DEVICE, lambda: torch.cuda.current_stream().name)
+def test_index_builds_share_one_stream(main: Stream) -> None:
+    """Every stream has a pool of the allocator of its own: a stream per build would keep 32 layers' scratch memory apart."""
+    lanes = CudaLanes(CUDA)
+    streams = [lanes.build(lambda: torch.cuda.current_stream()).finish() for _ in range(32)]
+    assert Stream.made == [main, streams[0]] and set(streams) == {streams[0]}
+    lanes.close()
+
+
+def test_copies_and_fetches_come_after_what_the_caller_has_queued(main: Stream) -> None:
+    """The caller goes on, also where a fetch waits for indices; its stream then waits for the lane's."""
+    gate, lanes, order = threading.Event(), CudaLanes(CPU), []
+
+    def queue(name: str) -> None:
+        torch.cuda.current_stream().put(lambda: order.append(name))
+
+    queue("caller")
+    copied = lanes.copy(TO_DEVICE, lambda: queue("copy"))
+    assert not order
+    Stream.made[1].synchronize()
+    assert order == ["caller", "copy"]
+    queue("again")
+    fetched = lanes.fetch(lambda: gate.wait(60) and queue("fetch"))  # stands for indices that are not computed yet
     gate.set()
-    stream = fetched.wait()
-    assert refill.wait() == stream  # one lane, one stream
-    assert (stream, "waits for", "main") in LOG and LOG[-1] == ("main", "waits for", stream)
+    fetched.wait()
+    copied.wait()
+    assert len(order) == 2  # nobody on the host has waited
+    main.synchronize()
+    assert order[2:] == ["again", "fetch"] and len(Stream.made) == 2
+    lanes.close()
 
 
-@pytest.mark.parametrize("name", ["pqcache far", "infinigen lru"])
-def test_the_same_bits_and_bytes(llama: PreTrainedModel, lanes: CudaLanes, name: str) -> None:
+@pytest.mark.parametrize("name", ["pqcache lru", "pqcache far", "infinigen lru"])
+def test_the_same_bits_and_bytes(llama: PreTrainedModel, main: Stream, name: str) -> None:
+    """With every copy done as late as may be."""
+    main.eager, lanes = True, CudaLanes(CPU)
     expected, plain = run(llama, METHODS[name](), Lanes(), 1)
     out, cache = run(llama, METHODS[name](), lanes, 1)
-    assert torch.equal(out, expected)
+    assert len(Stream.made) > 1 and torch.equal(out, expected)
     assert dict(cache.ledger.moved) == dict(plain.ledger.moved)
     assert cache.resident_bytes() == plain.resident_bytes()
+    lanes.close()

@@ -4,12 +4,11 @@ import contextlib
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pqcache import kernels
 from pqcache.store.buffer import Buffer
 from pqcache.store.drop import Lightest, drop
+from tests.drawn import Pick, examples
 
 
 def filled(*contents: torch.Tensor, token_major: bool = False) -> list[Buffer]:
@@ -51,19 +50,11 @@ def test_the_latest_of_the_lightest_entries(native: bool) -> None:
             assert buffers[0].data[row, 0, :length].tolist() == expected
 
 
-@settings(max_examples=30, deadline=None)
-@given(
-    heads=st.integers(1, 3),
-    lengths=st.lists(st.integers(1, 300), min_size=1, max_size=3),
-    kinds=st.integers(1, 5),
-    first=st.integers(0, 50),
-    window=st.integers(1, 250),
-    seed=st.integers(0, 99),
-)
-def test_kernel_and_plain_torch_drop_the_same(
-    heads: int, lengths: list[int], kinds: int, first: int, window: int, seed: int
-) -> None:
+@examples(30)
+def test_kernel_and_plain_torch_drop_the_same(pick: Pick) -> None:
     """Many equal weights; entries in any order; rows that drop nothing."""
+    heads, lengths, kinds, first, window = pick(1, 3), pick.some(1, 300), pick(1, 5), pick(0, 50), pick(1, 250)
+    seed = pick(0, 99)
     gen = torch.Generator().manual_seed(seed)
     n, longest = len(lengths), max(lengths)
     order = [torch.stack([torch.randperm(longest, generator=gen) for _ in range(heads)]) for _ in lengths]

@@ -18,7 +18,6 @@ from baselines.oracle import Oracle
 from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
-from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
 from tests.invariants.drive import Session, logits, tokens
@@ -124,24 +123,6 @@ def test_a_prompt_does_not_wait_for_copies_and_clustering(llama: PreTrainedModel
     lanes.close()
 
 
-@torch.no_grad()
-@pytest.mark.parametrize("name", ["pqcache", "pqcache lru", "infinigen host"])
-def test_requests_in_a_row_know_nothing_of_each_other(llama: PreTrainedModel, name: str) -> None:
-    """The first one is given up right after its prompt, the second one after some steps, with work still under way."""
-    cache = SelectiveCache(llama, METHODS[name](), lanes=slow(3, most_ms=5.0))
-    with attach(llama):
-        Session(llama, cache, [tokens(120, 1)])
-        second = Session(llama, cache, [tokens(40, 2)])
-        second.step([5])
-        assert torch.equal(
-            logits(llama, METHODS[name](), [tokens(75, 3)], [[7], [9]], cache=cache),
-            logits(llama, METHODS[name](), [tokens(75, 3)], [[7], [9]]),
-        )
-    cache.reset()
-    assert not left_behind()
-    assert all(not layer.store.lengths for layer in cache.layers if isinstance(layer, RetrievalLayer))
-
-
 class Broken(RuntimeError):
     pass
 
@@ -232,16 +213,6 @@ def test_a_dropped_cache_takes_its_threads_with_it(llama: PreTrainedModel) -> No
     while left_behind() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert not left_behind()
-
-
-@pytest.mark.parametrize("workers", [1, 3])
-def test_the_number_of_workers_changes_nothing(llama: PreTrainedModel, workers: int) -> None:
-    ids = torch.tensor([tokens(150, 4)])
-    one = generate(llama, METHODS["pqcache host"](), ids, max_new_tokens=8)
-    other = generate(llama, METHODS["pqcache host"](), ids, max_new_tokens=8, lanes=slow(2, workers=workers))
-    assert other.token_ids == one.token_ids and other.resident_bytes == one.resident_bytes
-    assert other.extra["kmeans_iterations"] == one.extra["kmeans_iterations"]
-    assert other.extra["kmeans_max_iter"] == 5
 
 
 def test_one_token_is_reported_with_its_index(llama: PreTrainedModel) -> None:

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from pqcache.selective.attention import partial, row_mask
 from pqcache.selective.quantization import attend_coded
@@ -84,29 +83,6 @@ def test_tiles_and_chosen_tokens_are_the_view(
             assert got.isfinite().all()
 
 
-@settings(max_examples=25, deadline=None)
-@given(**cases, sinks=st.integers(0, 4), recent=st.integers(1, 6), heads=st.sampled_from([0, 1, H_KV, 2 * H_KV]))
-def test_read_joins_sinks_chosen_and_recent(
-    codec: str, rows: list[int], residual: int, steps: int, seed: int, sinks: int, recent: int, heads: int
-) -> None:
-    rows = [length + 5 for length in rows]
-    store, _ = filled(codec, rows, residual, steps, seed)
-    indices = None
-    if heads:
-        indices = torch.randint(
-            0, min(store.lengths), (len(rows), heads, 3), generator=torch.Generator().manual_seed(1)
-        )
-    for whole, got in zip(store.view(), store.read(sinks, indices, recent, 2), strict=True):
-        for r, length in enumerate(store.lengths):
-            own = whole[r : r + 1, :, :length].contiguous()
-            if heads > H_KV:
-                own = own.repeat_interleave(2, 1)
-            parts = [own[:, :, :sinks], own[:, :, length - recent :]]
-            if indices is not None:
-                parts.insert(1, take_tokens(own, indices[r : r + 1]))
-            assert torch.equal(got[r : r + 1], torch.cat(parts, 2))
-
-
 @settings(max_examples=40, deadline=None)
 @given(**cases)
 def test_dropping_tokens_leaves_the_others_as_they_were(
@@ -156,42 +132,3 @@ def test_packing_everything_ignores_the_schedule(everything: bool) -> None:
     store.pack(everything)
     assert store.k.body == ([30, 20] if everything else [0, 0])
     assert store.k.tails == ([0, 0] if everything else [30, 20])
-
-
-class Largest(TorchDispatchMode):
-    """Elements of the largest floating tensor that any operation returned, views of `held` apart."""
-
-    def __init__(self, held: list[torch.Tensor]) -> None:
-        super().__init__()
-        self.held = {x.untyped_storage().data_ptr() for x in held}
-        self.numel = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, tuple | list) else [out]:
-            if (
-                isinstance(x, torch.Tensor)
-                and x.is_floating_point()
-                and x.untyped_storage().data_ptr() not in self.held
-            ):
-                self.numel = max(self.numel, x.numel())
-        return out
-
-
-def largest(store: PackedStore, q: torch.Tensor, tile: int) -> int:
-    with Largest(store.tensors()["device"]) as seen:
-        attend_coded(q, store, 0.5, tile)
-    return seen.numel
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("rows", [1, 2])
-def test_decoding_scratch_does_not_grow_with_the_length(rows: int) -> None:
-    sizes = []
-    for length in (500, 4000):
-        store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(3)) for _ in "kv"))
-        x = drawn(0, rows, H_KV, length, D)
-        store.load(x, x, [length - 40 * r for r in range(rows)])
-        store.pack()
-        sizes.append(largest(store, drawn(1, rows, 2 * H_KV, 1, D), 64))
-    assert sizes[0] == sizes[1] == rows * H_KV * 64 * D

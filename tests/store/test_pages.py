@@ -44,10 +44,3 @@ def test_on_another_system_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> N
     data = torch.frombuffer(fresh, dtype=torch.float32)
     pages.advise(data)
     assert not advised(data)
-
-
-@linux
-def test_the_kernel_takes_the_call() -> None:
-    data = torch.empty(4 << 20)
-    pages.advise(data)
-    assert float(data.fill_(1).sum()) == data.numel()

@@ -1,17 +1,18 @@
-"""Policy `paying`: never more bytes than no cache at any step, the host store's results, credits against a naive model."""
+"""Caches of rows and of blocks beside a host store without one; policy `paying` never moves more, credits as of a naive model."""
 
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
 
+from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from pqcache.store.row_cache import KEPT, RowCacheStore
+from tests.store.cache_tables import check_cache
 
 SINK, H_KV, D = 4, 2, 3
-OPTIONS: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 24, "cache_policy": "paying"}
 
 
 class Naive:
@@ -41,6 +42,11 @@ class Trace:
     def __init__(self, seed: int) -> None:
         self.generator = torch.Generator().manual_seed(seed)
         self.n, self.group, self.tokens = 1 + seed % 3, (1, 3)[seed % 2], (1, 5, 17, 200)[seed % 4]
+        self.blocks = (
+            1 + 2 * seed % 9,
+            1 + seed % 6,
+            1 + seed % 5,
+        )  # tokens of a block, slots, blocks admitted per step
         self.heads = (H_KV, 1, H_KV * self.group)[seed // 2 % 3]
         self.dtype = (torch.float32, torch.bfloat16)[seed // 3 % 2]
         self.lengths = torch.randint(1, 60, (self.n,), generator=self.generator).tolist()
@@ -60,36 +66,30 @@ class Trace:
         return index
 
 
-def stores(trace: Trace) -> tuple[RowCacheStore, HostStore, Counter[str], Counter[str]]:
+def stores(trace: Trace, policy: str) -> tuple[RowCacheStore | BlockCacheStore, HostStore, Counter[str], Counter[str]]:
     """A store with a cache and one without, over the same prompt, and the bytes that each moves from here on."""
     with_cache, without = Counter[str](), Counter[str]()
 
     def counter(moved: Counter[str]) -> Callable[[str, int], None]:
         return lambda kind, nbytes: moved.update({kind: nbytes})
 
-    store, plain = RowCacheStore(SINK, 3, counter(with_cache), trace.tokens), HostStore(SINK, 3, counter(without))
+    store: RowCacheStore | BlockCacheStore
+    if policy == "paying":
+        store = RowCacheStore(SINK, 3, counter(with_cache), trace.tokens)
+    else:
+        store = BlockCacheStore(SINK, 3, counter(with_cache), *trace.blocks, policy)
+    plain = HostStore(SINK, 3, counter(without))
     k, v = trace.draw(max(trace.lengths))
     for one in (store, plain):
         one.load(k, v, trace.lengths)
     return store, plain, with_cache, without
 
 
-def check_tables(store: RowCacheStore) -> None:
-    """Both tables say the same, and every entry holds its host row."""
-    for row in range(len(store.lengths)):
-        for head in range(H_KV):
-            there = {i: e for i, e in enumerate(store.entry[row, head].tolist()) if e >= 0}
-            assert {i: e for e, i in enumerate(store.content[row, head].tolist()) if i >= 0} == there
-            for i, entry in there.items():
-                for cache, host in zip(store.cache, store.host, strict=True):
-                    assert torch.equal(cache.data[row, head, entry], host.data[row, head, i])
-
-
-@pytest.mark.parametrize("seed", range(24))
-def test_no_step_moves_more_than_without_a_cache(seed: int) -> None:
-    """Bytes of each step, so also of each prefix; what is read is bit by bit the host's; rows change places half-way."""
+@pytest.mark.parametrize(("policy", "seed"), [*product(["paying"], range(14)), *product(["lru", "lfu"], range(7))])
+def test_steps_read_what_a_store_without_a_cache_reads(policy: str, seed: int) -> None:
+    """Bit by bit; hits and bytes of each step, so also of each prefix; rows change places half-way."""
     trace = Trace(seed)
-    store, plain, moved, base = stores(trace)
+    store, plain, moved, base = stores(trace, policy)
     token = 2 * D * trace.dtype.itemsize  # K and V of one head
     for step in range(14):
         new = trace.draw(1)
@@ -97,22 +97,23 @@ def test_no_step_moves_more_than_without_a_cache(seed: int) -> None:
         plain.append(*new)
         want = trace.select(store.lengths)
         before, before_base = moved.copy(), base.copy()
-        held = (store.content >= 0).sum(2).float().mean(1).tolist()
+        held = (store.content >= 0).sum(-1).float()
+        held = held.mean(1) if policy == "paying" else held * trace.blocks[0]
         got, expected = store.fetch(want, trace.group), plain.fetch(want, trace.group)
         real = (want >= 0).expand(-1, max(trace.heads, H_KV), -1)
         for a, b in zip(got, expected, strict=True):
             assert torch.equal(a[real], b[real])
         served = store.served
-        assert served is not None and served.held == held
+        assert served is not None and served.held == held.tolist() and served.lookups == real.sum((1, 2)).tolist()
         assert moved["fetch"] - before["fetch"] == (sum(served.lookups) - sum(served.hits)) * token
         assert moved["fetch"] - before["fetch"] <= base["fetch"] - before_base["fetch"] == sum(served.lookups) * token
-        assert moved["refill"] == 0
-        check_tables(store)
+        assert moved["refill"] % (trace.blocks[0] * H_KV * token) == 0 and (policy != "paying" or not moved["refill"])
+        check_cache(store)
         if step == 6:
             index = torch.randperm(trace.n, generator=trace.generator)
             store.map_rows(index)
             plain.map_rows(index)
-    assert trace.tokens < 17 or moved["fetch"] < base["fetch"]
+    assert trace.tokens < 17 or policy != "paying" or moved["fetch"] < base["fetch"]
     assert moved["write_back"] == base["write_back"]
 
 
@@ -120,7 +121,8 @@ def test_no_step_moves_more_than_without_a_cache(seed: int) -> None:
 def test_credits_are_those_of_the_naive_model(seed: int) -> None:
     """What is held has the same credits; among equal ones either may stay, so credits are compared and not names."""
     trace = Trace(seed)
-    store, _, _, _ = stores(trace)
+    store, _, _, _ = stores(trace, "paying")
+    assert isinstance(store, RowCacheStore)
     naive = [[Naive(trace.tokens) for _ in range(H_KV)] for _ in range(trace.n)]
     for _ in range(14):
         store.append(*trace.draw(1))
