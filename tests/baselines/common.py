@@ -9,13 +9,13 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from baselines.infinigen import InfiniGen, SpeculativeIndex, partial_basis, skew
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
-from tests.invariants.drive import Session, tokens
 
 MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 

@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.budget import Plan
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.scorer import Prompt
-from tests.invariants.drive import Session, tokens
 
 
 @torch.no_grad()

@@ -42,10 +42,6 @@ class Fed:
         k, v = self.store.view()
         return k[r, :, : self.store.lengths[r]], v[r, :, : self.store.lengths[r]]
 
-    @property
-    def nbytes(self) -> int:
-        return sum(t.untyped_storage().nbytes() for t in self.store.tensors()["device"])
-
 
 def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
     """A vector as its codes decode to: fp16 minimum and step, nearest code."""

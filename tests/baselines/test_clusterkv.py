@@ -8,10 +8,10 @@ from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
 from baselines.clusterkv.clusters import DISTANCES, cluster, initial, nearest
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.common import OneLayer
 from tests.drawn import Pick, drawn, examples
-from tests.invariants.drive import Session, logits, tokens
 
 
 @settings(max_examples=12, deadline=None)

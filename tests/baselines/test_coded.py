@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from baselines.combined.coded import Coded
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
@@ -17,7 +18,6 @@ from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.store.packed import PackedStore
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
-from tests.invariants.drive import Session, logits, tokens
 
 QUARTER = {"budget": Budget(ratio=0.25)}
 PQ = {"n_sink": 8, "b": 4}

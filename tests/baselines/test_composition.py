@@ -12,8 +12,8 @@ from baselines.kvcrush import KVCrush
 from baselines.oracle import Oracle
 from baselines.snapkv import SnapKV
 from pqcache import registry
+from pqcache.api.drive import logits, tokens
 from pqcache.selective import Budget, Method
-from tests.invariants.drive import logits, tokens
 
 QUARTER = Budget(ratio=0.25)
 

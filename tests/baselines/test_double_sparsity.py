@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from baselines.double_sparsity import DoubleSparsity
 from baselines.oracle import Oracle
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
-from tests.invariants.drive import Session, logits, tokens
 
 QUARTER = Budget(ratio=0.25)
 

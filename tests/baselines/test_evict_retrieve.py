@@ -7,12 +7,12 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
+from pqcache.api.drive import Session, tokens
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
 from tests.baselines.common import OneLayer
 from tests.drawn import Pick, drawn, examples
-from tests.invariants.drive import Session, tokens
 
 EVICT = ["h2o", "kvcrush", "pyramidkv", "snapkv"]
 RETRIEVE = ["clusterkv", "oracle", "pqcache", "quest", "sparq"]

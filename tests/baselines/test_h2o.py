@@ -10,9 +10,9 @@ from transformers import PreTrainedModel
 
 from baselines.h2o import H2O
 from baselines.h2o_c import H2OC
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, Plan, SelectiveCache, attach
 from tests.baselines.drive import choose, eager_probs, held, random_scores, run
-from tests.invariants.drive import Session, tokens
 
 
 @settings(max_examples=40, deadline=None)

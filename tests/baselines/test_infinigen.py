@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.infinigen import InfiniGen, SpeculativeIndex, calibrate, partial_basis, skew
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.kernels.scaling import capped
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.group import group_reduce, top_tokens
@@ -18,7 +19,6 @@ from tests.baselines.common import OneLayer
 from tests.drawn import Pick, drawn, examples
 from tests.invariants.cases import ROTATED
 from tests.invariants.conftest import build
-from tests.invariants.drive import Session, logits, tokens
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import selections
 from tests.baselines.infllm_reference import HALF, hypers, lengths_, make, run
-from tests.invariants.drive import Session, logits, tokens
 
 
 @settings(max_examples=8, deadline=None)

@@ -8,11 +8,11 @@ from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
 from baselines.infllm.block_store import HostBlockStore
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from tests.baselines.infllm_reference import HALF, Driver, drawn
 from tests.drawn import Pick, examples
-from tests.invariants.drive import Session, tokens
 
 
 @examples(10)

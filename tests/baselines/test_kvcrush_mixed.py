@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from baselines.combined.kvcrush_mixed import KVCrushMixed, SplitStore
 from baselines.kvcrush import KVCrush
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, WatchedCall, attach
 from tests.baselines.drive import held, run
-from tests.invariants.drive import Session, logits, tokens
 
 QUARTER = {"budget": Budget(ratio=0.25), "base_options": {"n_sink": 4, "w": 8}}
 KINDS: list[dict[str, Any]] = [

@@ -6,12 +6,12 @@ from transformers import PreTrainedModel
 from baselines.expected_attention import ExpectedAttention
 from baselines.keydiff import KeyDiff
 from baselines.tova import TOVA
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import WatchedCall, Watcher
 from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
 from tests.baselines.test_evictors import D, draw_inputs
-from tests.invariants.drive import Session, tokens
 
 
 def test_tova_drops_what_the_current_query_attends_to_least() -> None:

@@ -9,10 +9,10 @@ from baselines.gear.blocks import split_outliers
 from baselines.kivi import KIVI
 from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.fed import Fed, rounded
 from tests.drawn import drawn
-from tests.invariants.drive import Session, tokens
 
 pytestmark = pytest.mark.rest
 

@@ -12,10 +12,10 @@ from baselines.h2o import H2O
 from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
+from pqcache.api.drive import logits, tokens
 from pqcache.selective import Budget
 from tests.baselines.drive import held, run
 from tests.invariants.conftest import build
-from tests.invariants.drive import logits, tokens
 
 QUARTER: dict[str, Any] = {"budget": Budget(ratio=0.25)}
 METHODS: dict[str, tuple[type, dict[str, Any]]] = {

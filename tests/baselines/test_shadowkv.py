@@ -6,10 +6,10 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.shadowkv import ShadowKV
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, SelectiveCache, attach, rope
 from pqcache.selective.index import Selected
 from tests.baselines.drive import run
-from tests.invariants.drive import Session, tokens
 
 S, CHUNK = 203, 4
 

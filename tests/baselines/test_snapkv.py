@@ -4,10 +4,10 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.snapkv import SnapKV
+from pqcache.api.drive import tokens
 from pqcache.selective import Budget, Plan
 from tests.baselines.drive import choose, eager_probs, held, random_scores, run
 from tests.drawn import Pick, examples
-from tests.invariants.drive import tokens
 
 
 @examples(40)

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ, largest_components, partial_logits
+from pqcache.api.drive import logits, tokens
 from pqcache.selective import Budget
 from pqcache.selective.group import group_reduce
 from tests.baselines.common import OneLayer
 from tests.drawn import drawn as drawn_in
-from tests.invariants.drive import logits, tokens
 
 drawn = partial(drawn_in, dtype=torch.float64)
 

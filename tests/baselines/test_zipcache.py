@@ -14,11 +14,11 @@ from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule, add_probe_sums
 from baselines.zipcache.salient_store import SalientStore
 from pqcache import kernels
+from pqcache.api.drive import Session, tokens
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.drawn import drawn
 from tests.invariants.cases import ARCHITECTURES
-from tests.invariants.drive import Session, tokens
 
 LLAMA = ARCHITECTURES["llama"]()
 FIFTH = {"budget": Budget(ratio=0.2)}

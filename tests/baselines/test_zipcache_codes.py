@@ -12,6 +12,7 @@ from baselines.zipcache import ZipCache
 from baselines.zipcache.mixed_codec import MixedCodec
 from baselines.zipcache.widths import Widths
 from pqcache import kernels
+from pqcache.api.drive import Session, pad_left, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
@@ -19,7 +20,6 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import dequantize, quantize
 from tests.baselines.common import context
 from tests.drawn import Pick, drawn, examples
-from tests.invariants.drive import Session, pad_left, tokens
 from tests.largest import Largest
 
 FIFTH = {"budget": Budget(ratio=0.2)}

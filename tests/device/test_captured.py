@@ -10,13 +10,13 @@ from transformers import PreTrainedModel
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.snapkv import SnapKV
+from pqcache.api.drive import tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, captured, generate
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.decode import Request, generate_batch
 from pqcache.selective.method import Method
 from pqcache.selective.sampling import Sampling
-from tests.invariants.drive import tokens
 from tests.thin import thin
 
 pytest.importorskip("triton")

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 
 import pqcache
 from baselines.full import Full
+from pqcache.api.drive import tokens
 from pqcache.selective import SelectiveCache, generate
 from pqcache.selective.support import accelerator
-from tests.invariants.drive import tokens
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = """

@@ -12,6 +12,7 @@ from baselines.kivi import KIVI
 from baselines.quest import Quest
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
+from pqcache.api.drive import tokens
 from pqcache.pq import PQCache, codebook
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.captured import CapturedSteps
@@ -19,7 +20,6 @@ from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
 from tests.device.conftest import CLOSE
-from tests.invariants.drive import tokens
 from tests.thin import thin
 
 pytest.importorskip("triton")

@@ -13,8 +13,8 @@ from baselines.infllm import InfLLM
 from baselines.kivi import KIVI
 from baselines.quest import Quest
 from baselines.zipcache import ZipCache
+from pqcache.api.drive import tokens
 from pqcache.selective import Budget, SelectiveCache, attach
-from tests.invariants.drive import tokens
 
 METHODS = {
     "quest": lambda: Quest(budget=Budget(ratio=0.3), page=4),

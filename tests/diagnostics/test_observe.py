@@ -6,46 +6,22 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.combined.evict_retrieve import EvictRetrieve
-from baselines.combined.two_stage import TwoStage
 from baselines.full import Full
-from baselines.h2o import H2O
-from baselines.infinigen import InfiniGen
-from baselines.infllm import InfLLM
-from baselines.int8 import Int8
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.snapkv import SnapKV
-from baselines.sparq import SparQ
-from baselines.streaming import StreamingLLM
+from pqcache.api.drive import Session, tokens
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
-from tests.invariants.drive import Session, tokens
+from pqcache.selective import Method, SelectiveCache, attach, generate
+from pqcache.selective.evictor import EvictionPolicy
+from pqcache.selective.quantization import QuantizationMethod
+from tests.invariants.cases import BY_ID, CASES
+from tests.thin import thin
 
-QUARTER = Budget(ratio=0.25)
-METHODS: dict[str, Method] = {
-    "oracle": Oracle(n_sink=4, budget=QUARTER),
-    "pqcache": PQCache(n_sink=4, b=3, budget=QUARTER),
-    "pqcache-host": PQCache(n_sink=4, b=3, budget=QUARTER, store="host"),
-    "quest": Quest(page=4, budget=QUARTER),
-    "clusterkv": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER),
-    "clusterkv-host": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER, store="host"),
-    "sparq": SparQ(n_sink=4, r=2, budget=QUARTER),
-    "infinigen": InfiniGen(calibration_tokens=32, budget=QUARTER),
-    "infllm": InfLLM(n_init=4, block=4, exc_block=4, budget=QUARTER),
-    "infllm-dense-true": InfLLM(n_init=4, block=4, dense_prefill=True, true_positions=True, budget=QUARTER),
-    "two_stage": TwoStage(n_sink=4, first_options={"page": 4}, second_options={"b": 3}, budget=QUARTER),
-    "streaming": StreamingLLM(n_sink=4, mode="dynamic", budget=QUARTER),
-    "snapkv": SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER),
-    "h2o": H2O(n_sink=4, budget=QUARTER),
-    "evict_retrieve": EvictRetrieve(
-        evict_options={"n_sink": 4, "w": 8}, keep=0.6, retrieve_options={"n_sink": 4, "b": 3}, budget=QUARTER
-    ),
-    "int8": Int8(),
-    "full": Full(),
-}
+NAMES = [case.id for case in CASES if not case.number and case.name != "replay"]
+
+
+def method(name: str, **extra: Any) -> Method:
+    return BY_ID[name].make(**extra)
+
+
 PROMPT = torch.tensor([tokens(80, 1)])
 
 
@@ -61,11 +37,11 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> 
             torch.testing.assert_close(a[name], b[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(NAMES, 2))
 def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
     """And measuring changes nothing."""
-    plain = generate(llama, METHODS[name], PROMPT, max_new_tokens=9)
-    result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+    plain = generate(llama, method(name), PROMPT, max_new_tokens=9)
+    result = generate(llama, method(name), PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
     for field in ("token_ids", "attended_tokens", "resident_bytes", "peak_bytes", "bytes_per_step", "extra"):
         assert getattr(plain, field) == getattr(result, field), field
     arrays = measures.arrays()
@@ -74,23 +50,22 @@ def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedMo
     summary = summarize([arrays])
     assert summary["bound_held"] == 1
     assert (summary["samples"], summary["steps"]) == (1, 8)
-    chooses = name not in ("streaming", "snapkv", "h2o", "int8", "full")
-    assert (summary["recall_kv"] is not None) == chooses
-    if name in ("full", "int8"):
-        assert summary["mass"] == summary["mass_p5"] == 1
-        assert summary["recall_budget"] == summary["hit_top10"] == 1
+    keeps = isinstance(method(name), EvictionPolicy | QuantizationMethod) or name == "full"
+    assert (summary["recall_kv"] is None) == keeps
+    if name == "full" or BY_ID[name].cls.own_rule == "ignored":
+        assert summary["mass"] == summary["mass_p5"] == summary["recall_budget"] == summary["hit_top10"] == 1
     else:
         assert 0 < summary["mass_p5"] <= summary["mass"] < 1
     assert (summary["output_error"] < 1e-5) == (name == "full")
 
 
 def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
-    arrays = measured(llama, METHODS["oracle"])
+    arrays = measured(llama, method("oracle"))
     assert torch.equal(arrays["recall_kv"], torch.ones_like(arrays["recall_kv"]))
     assert float(arrays["recall_q"].min()) < 1  # two query heads share one choice
-    per_head = measured(llama, Oracle(n_sink=4, budget=QUARTER, reduce="none"))
+    per_head = measured(llama, method("oracle", reduce="none"))
     assert torch.equal(per_head["recall_q"], torch.ones_like(per_head["recall_q"]))
-    others = [measured(llama, METHODS[name])["recall_kv"].mean() for name in ("pqcache", "quest", "clusterkv", "sparq")]
+    others = [measured(llama, method(name))["recall_kv"].mean() for name in ("pqcache", "quest", "clusterkv", "sparq")]
     assert max(others) < 1
 
 
@@ -99,7 +74,7 @@ def test_no_set_of_its_size_has_more_mass_than_the_oracles(llama: PreTrainedMode
     generate(llama, Full(), PROMPT, max_new_tokens=9, watchers=[capture := Capture()])
     outcome = {}
     for name in ("oracle", "pqcache", "sparq"):
-        rerun(capture, llama.config, METHODS[name], [measures := Measures()])
+        rerun(capture, llama.config, method(name), [measures := Measures()])
         outcome[name] = measures.arrays()["mass"].unflatten(2, (2, 2)).mean(3)
     assert (outcome["oracle"] >= outcome["pqcache"] - 1e-6).all()
     assert (outcome["oracle"] >= outcome["sparq"] - 1e-6).all()
@@ -107,26 +82,27 @@ def test_no_set_of_its_size_has_more_mass_than_the_oracles(llama: PreTrainedMode
 
 @pytest.mark.parametrize("name", ["pqcache", "clusterkv"])
 def test_it_does_not_matter_where_keys_live_or_how_the_prompt_arrives(llama: PreTrainedModel, name: str) -> None:
-    resident, host = measured(llama, METHODS[name]), measured(llama, METHODS[f"{name}-host"])
+    resident, host = measured(llama, method(name)), measured(llama, method(name, store="host"))
     same(resident, host)
-    for store in ("", "-host"):
-        same(resident, measured(llama, METHODS[name + store], prefill_chunk=13), "output_error", "set_error", "bound")
+    for store in ("resident", "host"):
+        chunked = measured(llama, method(name, store=store), prefill_chunk=13)
+        same(resident, chunked, "output_error", "set_error", "bound")
 
 
 def test_resident_keys_are_not_copied(llama: PreTrainedModel) -> None:
-    for name, copied in (("oracle", False), ("full", False), ("pqcache-host", True), ("snapkv", True), ("int8", True)):
-        generate(llama, METHODS[name], PROMPT, max_new_tokens=3, watchers=[measures := Measures()])
+    for name, copied in (("oracle", False), ("full", False), ("pqcache-1", True), ("snapkv", True), ("int8", True)):
+        generate(llama, method(name), PROMPT, max_new_tokens=3, watchers=[measures := Measures()])
         assert all((shadow.copy is not None) == copied for shadow in measures.shadows.values()), name
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["pqcache-host", "quest", "clusterkv", "snapkv", "int8"])
+@pytest.mark.parametrize("name", ["pqcache-1", "quest", "clusterkv", "snapkv", "int8"])
 def test_rows_of_a_batch_are_measured_as_alone(llama: PreTrainedModel, name: str) -> None:
     """Two prompts of different length side by side, swapped half-way."""
     prompts, steps = [tokens(80, 1), tokens(61, 2)], list(zip(tokens(6, 3), tokens(6, 4)))
 
     def run(rows: list[int], swap: bool = False) -> dict[str, torch.Tensor]:
-        cache = SelectiveCache(llama, METHODS[name])
+        cache = SelectiveCache(llama, method(name))
         cache.watchers.append(measures := Measures())
         with attach(llama):
             session = Session(llama, cache, [prompts[row] for row in rows])
@@ -153,9 +129,9 @@ def test_rows_of_a_batch_are_measured_as_alone(llama: PreTrainedModel, name: str
 @pytest.mark.parametrize("name", ["h2o", "evict_retrieve"])
 def test_brute_force_on_the_model(llama: PreTrainedModel, name: str) -> None:
     """The mass from the full run's own keys: layer 0's queries and keys depend on the tokens alone."""
-    result = generate(llama, METHODS[name], PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
+    result = generate(llama, method(name), PROMPT, max_new_tokens=9, watchers=[measures := Measures()])
     mass = measures.arrays()["mass"][0, 0]
-    cache, whole = SelectiveCache(llama, METHODS[name]), SelectiveCache(llama, Full())
+    cache, whole = SelectiveCache(llama, method(name)), SelectiveCache(llama, Full())
     calls: list[tuple[torch.Tensor, Any]] = []
     cache.observers.append(lambda layer, q, chosen: calls.append((q, chosen)) if layer.layer_idx == 0 else None)
     with attach(llama):
@@ -177,20 +153,19 @@ def test_brute_force_on_the_model(llama: PreTrainedModel, name: str) -> None:
 
 
 def test_memory_is_bounded(llama: PreTrainedModel) -> None:
-    generate(llama, METHODS["snapkv"], PROMPT, max_new_tokens=9, watchers=[measures := Measures(max_steps=4)])
+    generate(llama, method("snapkv"), PROMPT, max_new_tokens=9, watchers=[measures := Measures(max_steps=4)])
     assert measures.arrays()["mass"].shape[-1] == 4
     assert all(shadow.copy is None for shadow in measures.shadows.values())
 
 
 def test_a_run_of_one_token_has_no_measures(llama: PreTrainedModel) -> None:
-    generate(llama, METHODS["oracle"], PROMPT, max_new_tokens=1, watchers=[measures := Measures()])
+    generate(llama, method("oracle"), PROMPT, max_new_tokens=1, watchers=[measures := Measures()])
     assert measures.arrays() == {}
     assert summarize([measures.arrays()]) == {}
 
 
 def test_dense_layers_are_left_out_of_means(llama: PreTrainedModel) -> None:
-    method = PQCache(n_sink=4, b=3, budget=QUARTER, dense_layers=2)
-    arrays = measured(llama, method)
+    arrays = measured(llama, method("pqcache", dense_layers=2))
     assert torch.equal(arrays["mass"][:2], torch.ones_like(arrays["mass"][:2]))
     assert arrays["recall_q"][:2].isnan().all()
     assert summarize([arrays], 2)["mass"] == pytest.approx(float(arrays["mass"][2].mean()))
@@ -198,7 +173,7 @@ def test_dense_layers_are_left_out_of_means(llama: PreTrainedModel) -> None:
 
 
 def test_ranks_follow_tokens(llama: PreTrainedModel) -> None:
-    arrays = measured(llama, METHODS["full"])
+    arrays = measured(llama, method("full"))
     assert arrays["ranks"].shape == (3, 1, 4, 8, 8)
     assert arrays["positions"].shape == (1, 8)
     assert int(arrays["ranks"].min()) >= 0 and int(arrays["ranks"].max()) < 80
@@ -212,15 +187,15 @@ def test_a_rerun_is_the_run_on_the_same_queries(llama: PreTrainedModel) -> None:
     cache = rerun(capture, llama.config, Full(), [measures := Measures()])
     assert summarize([measures.arrays()])["output_error"] < 1e-6
     assert cache.ledger.attended(all_layers=True) == result.attended_tokens_all_layers
-    for name in ("pqcache-host", "quest", "snapkv", "h2o"):
+    for name in ("pqcache-1", "quest", "snapkv", "h2o"):
         session_measures, again = Measures(), Measures()
-        live = SelectiveCache(llama, METHODS[name])
+        live = SelectiveCache(llama, method(name))
         live.watchers.append(session_measures)
         with torch.no_grad(), attach(llama):
             session = Session(llama, live, [PROMPT[0].tolist()])
             for token in result.token_ids[:-1]:
                 session.step([token])
-        rerun(capture, llama.config, METHODS[name], [again])
+        rerun(capture, llama.config, method(name), [again])
         same(
             {k: x[0] for k, x in session_measures.arrays().items() if k in ARRAYS},
             {k: x[0] for k, x in again.arrays().items()},

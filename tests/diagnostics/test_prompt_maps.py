@@ -6,11 +6,11 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.zipcache import ZipCache
+from pqcache.api.drive import tokens
 from pqcache.diagnostics import PROMPT_ARRAYS, Capture, PromptMaps
 from pqcache.harness.report.special_figures import salient_share, shrunk
 from pqcache.measure.peak import peak_memory
 from pqcache.selective import Budget, generate
-from tests.invariants.drive import tokens
 
 
 @pytest.mark.parametrize("chunk", [None, 17])

@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from baselines.full import Full
+from pqcache.api.drive import tokens
 from pqcache.diagnostics import Scores
 from pqcache.selective import generate
-from tests.invariants.drive import tokens
 
 
 def test_scores_are_the_model_s_own_weights(llama: PreTrainedModel) -> None:

@@ -1,80 +1,31 @@
 """A trace names exactly what was attended; replaying it gives the same answer and the same counts, or one clear line."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.combined.two_stage import TwoStage
-from baselines.infinigen import InfiniGen
-from baselines.infllm import InfLLM
-from baselines.oracle import Oracle
-from baselines.quest import Quest
 from baselines.replay import Replay
-from baselines.snapkv import SnapKV
-from baselines.sparq import SparQ
+from pqcache.api.drive import tokens
 from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, ModelShape, generate
-from pqcache.selective.index import Candidates, Index, Selection
-from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective import Method, generate
+from tests.invariants.cases import BY_ID, CASES
 from tests.invariants.conftest import build
-from tests.invariants.drive import tokens
+from tests.thin import thin
 
-QUARTER = Budget(ratio=0.25)
 PROMPT = torch.tensor([tokens(80, 1)])
-
-
-class SharedIndex(Index):
-    """One choice for all heads (H = 1), padded at its end: the blocks of eight with the largest keys."""
-
-    def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: Any) -> Selection:
-        keys = self.layer.store.view()[0][0, :, cand.sinks : cand.ends[0]]
-        blocks = keys.norm(dim=-1).sum(0).split(8)
-        best = sorted(range(len(blocks)), key=lambda i: -float(blocks[i].sum()))[: cand.k[0] // 8]
-        chosen = [cand.sinks + 8 * b + i for b in best for i in range(len(blocks[b]))]
-        padded = chosen + [-1] * (8 * len(best) + 2 - len(chosen))
-        return Selection(torch.tensor(padded, device=q.device)[None, None], padded=True)
-
-
-@dataclass(kw_only=True)
-class Shared(RetrievalMethod):
-    name: ClassVar[str] = "shared"
-
-    def make_index(self, layer_idx: int, shape: ModelShape) -> SharedIndex:
-        return SharedIndex()
-
-
-METHODS: dict[str, Method] = {
-    "one-choice": Shared(n_sink=4, budget=QUARTER),
-    "per-kv-head": PQCache(n_sink=4, b=3, budget=QUARTER),
-    "per-kv-head-host": PQCache(n_sink=4, b=3, budget=QUARTER, store="host"),
-    "per-query-head": ClusterKV(n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER),
-    "per-query-head-host": ClusterKV(
-        n_sink=4, tokens_per_cluster=6, window=5, budget=QUARTER, store="host", cache_steps=0
-    ),
-    "pages": Quest(page=4, budget=QUARTER),
-    "dense-layers": SparQ(n_sink=4, r=2, budget=QUARTER, dense_layers=2),
-    "ahead": InfiniGen(calibration_tokens=32, budget=QUARTER, store="host"),
-    "ahead-as-many-as-wanted": InfiniGen(calibration_tokens=32, budget=QUARTER, alpha=0.2),
-    "blocks": InfLLM(n_init=4, block=4, dense_prefill=True, true_positions=True, budget=QUARTER),
-    "blocks-per-head": InfLLM(
-        n_init=4, block=4, dense_prefill=True, true_positions=True, per_head=True, budget=QUARTER
-    ),
-    "two-stages": TwoStage(
-        n_sink=4,
-        first="clusterkv",
-        first_options={"tokens_per_cluster": 6, "window": 5},
-        second="sparq",
-        budget=QUARTER,
-    ),
-    "everything": Oracle(n_sink=4),
-    "window-only": Oracle(n_sink=4, budget=QUARTER, recent_ratio=1.0),
+# bytes of a cache's hits or of codes are the method's own; keys of low rank are not those that a replay attends
+OTHER = ("pqcache-2", "pqcache-3", "clusterkv-1", "clusterkv-2", "shadowkv")
+METHODS = {case.id: case.make() for case in CASES if case.id not in OTHER and case.make().traceable}
+METHODS |= {
+    "clusterkv-host": BY_ID["clusterkv"].make(store="host", cache_steps=0),
+    "blocks-per-head": BY_ID["infllm-2"].make(per_head=True),
+    "dense-layers": BY_ID["sparq"].make(dense_layers=2),
+    "everything": BY_ID["oracle"].noop(),
+    "window-only": BY_ID["oracle"].make(recent_ratio=1.0),
 }
 
 
@@ -85,8 +36,8 @@ def record(model: PreTrainedModel, method: Method, path: Path, **options: Any) -
     return result
 
 
-@pytest.mark.parametrize("name", METHODS)
-@pytest.mark.parametrize("question", [0, 3])
+@pytest.mark.parametrize("name", thin(METHODS, 2))
+@pytest.mark.parametrize("question", [0, pytest.param(3, marks=pytest.mark.rest)])
 def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: Path) -> None:
     method = METHODS[name]
     path = tmp_path / "a.trace.safetensors"
@@ -111,11 +62,8 @@ def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: 
             assert left.indices is None or torch.equal(left.indices, right.indices)
     trace = Trace(path)
     assert trace.steps == 11 + question
-    heads = 1 if name in ("one-choice", "blocks") else 2
-    if name in ("per-query-head", "per-query-head-host", "pages", "blocks-per-head"):
-        heads = 4
-    indices = trace.layer(2)[0].indices
-    assert indices is None or indices.shape[1] == heads
+    (indices, *_), chosen = trace.layer(2), [x.indices for at, x in recorded if at == 2 and x is not None]
+    assert indices.indices is None or indices.indices.shape[1] == chosen[-1].shape[1]
 
 
 def test_what_the_file_says(llama: PreTrainedModel, tmp_path: Path) -> None:
@@ -125,7 +73,7 @@ def test_what_the_file_says(llama: PreTrainedModel, tmp_path: Path) -> None:
     assert header["version"] == "1"
     assert header["prompt_sha256"] == prompt_hash(PROMPT[0], 80)
     assert header["geometry"] == {"n_layers": 3, "h": 4, "h_kv": 2, "d": 16}
-    assert (header["prompt_tokens"], header["steps"], header["sinks"], header["dense_layers"]) == (80, 11, 4, 2)
+    assert (header["prompt_tokens"], header["steps"], header["sinks"], header["dense_layers"]) == (80, 11, 8, 2)
     assert header["sample"] == {"method": "sparq"}
 
 
@@ -134,7 +82,7 @@ def test_a_folder_of_traces_serves_each_its_prompt(llama: PreTrainedModel, tmp_p
     answers = []
     for i, prompt in enumerate((PROMPT, other)):
         recorder = TraceRecorder()
-        answers.append(generate(llama, METHODS["pages"], prompt, max_new_tokens=6, watchers=[recorder]).token_ids)
+        answers.append(generate(llama, METHODS["quest"], prompt, max_new_tokens=6, watchers=[recorder]).token_ids)
         recorder.save(tmp_path / f"{i}.trace.safetensors")
     replay = Replay(trace=str(tmp_path))
     assert [generate(llama, replay, p, max_new_tokens=6).token_ids for p in (PROMPT, other)] == answers
@@ -142,7 +90,7 @@ def test_a_folder_of_traces_serves_each_its_prompt(llama: PreTrainedModel, tmp_p
 
 def test_another_prompt_geometry_or_length_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
     path = tmp_path / "a.trace.safetensors"
-    record(llama, METHODS["per-kv-head"], path)
+    record(llama, METHODS["pqcache"], path)
     replay = Replay(trace=str(path))
     changed = PROMPT.clone()
     changed[0, 40] += 1
@@ -176,11 +124,6 @@ def test_what_is_no_trace_is_refused(llama: PreTrainedModel, tmp_path: Path) -> 
 
 
 def test_what_cannot_be_traced_is_refused(llama: PreTrainedModel) -> None:
-    assert not SnapKV(budget=QUARTER).traceable
-    assert not SparQ(reallocate=True).traceable
-    assert SparQ().traceable
-    assert not InfLLM(budget=QUARTER).traceable  # far tokens are attended at another distance
+    assert not {"snapkv", "infllm", "sparq-1"} & METHODS.keys()  # infllm attends far tokens at another distance
     with pytest.raises(ValueError, match="nothing to trace"):
-        generate(
-            llama, SnapKV(n_sink=4, w=8, kernel=5, budget=QUARTER), PROMPT, max_new_tokens=4, watchers=[TraceRecorder()]
-        )
+        generate(llama, BY_ID["snapkv"].make(), PROMPT, max_new_tokens=4, watchers=[TraceRecorder()])

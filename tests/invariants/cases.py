@@ -26,13 +26,15 @@ LATENT = {
     "first_k_dense_replace": 9,
 }
 EXPERTS = {"num_local_experts": 2, "num_experts_per_tok": 2, "experts_implementation": "eager"}
-KINDS = [
-    "full_attention",
-    "sliding_attention",
-    "full_attention",
-    "full_attention",
-]  # as many served layers as the others have
-MIXED = {**SMALL, "sliding_window": 32, "num_hidden_layers": 4, "layer_types": KINDS, "head_dim": 16}
+SERVED, SLIDING = "full_attention", "sliding_attention"
+# as many served layers as the others have
+MIXED = {
+    **SMALL,
+    "sliding_window": 32,
+    "num_hidden_layers": 4,
+    "layer_types": [SERVED, SLIDING, SERVED, SERVED],
+    "head_dim": 16,
+}
 
 ARCHITECTURES: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": partial(AutoConfig.for_model, "llama", **SMALL),
@@ -199,6 +201,7 @@ class Case(Subject):
 
 
 CASES = [Case(name, i, hyper) for name in METHODS for i, hyper in enumerate(SETTINGS.get(name, [{}]))]
+BY_ID = {case.id: case for case in CASES}
 
 
 # one of each kind of layer

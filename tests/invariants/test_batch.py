@@ -6,6 +6,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api.drive import logits, pad_left, tokens
 from pqcache.registry import method_class
 from pqcache.selective import (
     NonFinite,
@@ -20,7 +21,6 @@ from pqcache.selective import (
     time_batch,
 )
 from tests.invariants.cases import CASES, Case, each_kind, every_kind
-from tests.invariants.drive import logits, pad_left, tokens
 
 # (prompt tokens, new tokens, question tokens): rows end one after the other, and are dropped
 ROWS = ((61, 2, 0), (33, 9, 3), (9, 4, 1))

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.combined import TwoStage
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.api.invariants import TOKENS as B
 from pqcache.api.invariants import attended, budget_held
 from pqcache.pq import PQCache, codebook
@@ -18,7 +19,6 @@ from pqcache.selective.budget import RULES, floor_share, refreshed_to
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.evictor import share_out
 from tests.invariants.cases import CASES, Case
-from tests.invariants.drive import Session, logits, tokens
 
 SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
 DECLARED = {

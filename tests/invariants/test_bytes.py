@@ -29,13 +29,13 @@ from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from baselines.zipcache import MiKV, ZipCache
+from pqcache.api.drive import Session, tokens
 from pqcache.api.invariants import bytes_counted, walk
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.store.buffer import Buffer
 from tests.invariants.cases import Case
 from tests.invariants.conftest import build
-from tests.invariants.drive import Session, tokens
 
 REPO = Path(__file__).resolve().parents[2]
 S, STEPS = 1000, 10

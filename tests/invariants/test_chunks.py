@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
+from pqcache.api.drive import tokens
 from pqcache.selective import GenerationResult, Likelihood, Prefill, attach, blocks, generate, likelihood, record
 from tests.invariants.cases import CASES, Case, each_kind
-from tests.invariants.drive import tokens
 
 NEW = 8
 CHUNK = 23

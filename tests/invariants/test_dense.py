@@ -10,11 +10,11 @@ from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.sparq import SparQ
 from pqcache.api import invariants
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalMethod
 from tests.invariants.cases import Case
-from tests.invariants.drive import Session, logits, tokens
 
 STEPS = [[t] for t in tokens(14, 9)]
 

@@ -7,12 +7,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pqcache.api.drive import tokens
 from pqcache.selective import NotApplicable, attach, captured, generate, likelihood, record
 from pqcache.selective.calibration import Calibration
 from pqcache.selective.placement import devices, home, places
 from tests.invariants.cases import CASES, Case, every_kind
 from tests.invariants.conftest import build
-from tests.invariants.drive import tokens
 
 pytest.importorskip("accelerate")
 

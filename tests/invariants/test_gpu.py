@@ -8,13 +8,13 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.snapkv import SnapKV
+from pqcache.api.drive import tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.method import Method
 from tests.invariants.cases import Case
 from tests.invariants.conftest import build
-from tests.invariants.drive import tokens
 
 pytestmark = pytest.mark.gpu
 RECORDED = {

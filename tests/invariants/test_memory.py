@@ -6,9 +6,9 @@ import weakref
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api.drive import Session, tokens
 from pqcache.selective import SelectiveCache, attach
 from tests.invariants.cases import Case
-from tests.invariants.drive import Session, tokens
 
 
 def test_a_dropped_cache_is_freed_at_once(model: PreTrainedModel, case: Case) -> None:

@@ -9,10 +9,10 @@ from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
+from pqcache.api.drive import Session, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, partition_plan
 from pqcache.selective.index import Selected
-from tests.invariants.drive import Session, tokens
 
 PROMPT, STEPS, SINKS = 120, 40, 8
 RETRIEVAL: dict[str, Callable[..., Any]] = {

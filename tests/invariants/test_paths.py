@@ -5,10 +5,10 @@ import torch
 from transformers import PreTrainedModel
 
 from pqcache.api import invariants
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from tests.invariants.cases import Case
-from tests.invariants.drive import Session, logits, tokens
 
 STEPS = tokens(14, 20)  # more than the local window of most prompts here
 

@@ -9,11 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Mistral
 
 from baselines.full import Full
 from baselines.oracle import Oracle
+from pqcache.api.drive import Session, logits, pad_left, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, decode_loop, generate
 from tests.invariants.cases import SMALL, Case
 from tests.invariants.conftest import build
-from tests.invariants.drive import Session, logits, pad_left, tokens
 
 
 def test_outside_attach_the_cache_refuses(llama: PreTrainedModel) -> None:

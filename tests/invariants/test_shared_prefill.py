@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.snapkv import SnapKV
+from pqcache.api import drive
 from pqcache.selective import Budget, OwnPrefill, Prefill, generate, record
-from tests.invariants import drive
 from tests.invariants.cases import Case
 
 NEW = 8

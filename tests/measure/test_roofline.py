@@ -7,12 +7,12 @@ from transformers import PreTrainedModel
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.zipcache import MiKV
+from pqcache.api.drive import tokens
 from pqcache.measure.machine import Ceilings, ceilings, slug
 from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_bytes
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from tests.invariants.conftest import _one_thread, llama
-from tests.invariants.drive import tokens
 
 __all__ = ["_one_thread", "llama"]
 

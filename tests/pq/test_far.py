@@ -8,12 +8,12 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.combined.two_stage import TwoStage
+from pqcache.api.drive import Session, tokens
 from pqcache.pq import PQCache
 from pqcache.pq.far import FarCodes
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import TO_DEVICE, Lanes, Work
-from tests.invariants.drive import Session, tokens
 from tests.store.test_lanes import run
 from tests.thin import thin
 

@@ -6,13 +6,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api.drive import Session, tokens
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.fit import fit
 from pqcache.pq.index import PQIndex
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import Lanes
-from tests.invariants.drive import Session, tokens
 from tests.store.test_lanes import run, slow
 
 SINKS, EVERY, PROMPT = 8, 5, 60

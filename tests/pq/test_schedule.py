@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.combined.two_stage import TwoStage
+from pqcache.api.drive import tokens
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.pq import PQCache, profile
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profile_path, save_cost
@@ -18,7 +19,6 @@ from pqcache.selective import Budget, generate
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_architecture
 from scripts import profile_schedule
-from tests.invariants.drive import tokens
 
 CPU = torch.device("cpu")
 

@@ -14,10 +14,10 @@ from baselines.infllm import InfLLM
 from baselines.snapkv import SnapKV
 from baselines.zipcache import MiKV, ZipCache
 from pqcache import kernels
+from pqcache.api.drive import logits, tokens
 from pqcache.selective import Budget, Method, SelectiveCache, column_sums, dense, generate
 from pqcache.selective.column_sums import add_column_sums, attend_and_sum, together
 from pqcache.selective.shared_prefill import record
-from tests.invariants.drive import logits, tokens
 
 PROMPT, FED = tokens(150, 1), [[token] for token in tokens(3, 2)]
 QUARTER = Budget(ratio=0.25)

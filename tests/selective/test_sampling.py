@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from pqcache.api.drive import tokens
 from pqcache.registry import method_class
 from pqcache.selective import Budget, NonFinite, Request, Sampling, generate, generate_batch, record, record_batch
 from pqcache.selective.sampling import probabilities
-from tests.invariants.drive import tokens
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -30.0, 1.0])
 DRAWS = 5_000

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.api.drive import logits, tokens
 from pqcache.kernels.scaling import Scaling
 from pqcache.selective.attention import (
     attend_adding,
@@ -21,7 +22,6 @@ from pqcache.selective.index import Selection
 from pqcache.selective.support import standard_probabilities
 from tests.invariants.cases import CASES
 from tests.invariants.conftest import build
-from tests.invariants.drive import logits, tokens
 
 N, H, H_KV, D, D_V = 2, 4, 2, 16, 8
 SCALINGS = {

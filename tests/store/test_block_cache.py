@@ -13,12 +13,12 @@ from baselines.clusterkv import ClusterKV
 from baselines.oracle import Oracle
 from baselines.quest import Quest
 from baselines.sparq import SparQ
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from tests.baselines.common import random_layer
-from tests.invariants.drive import Session, logits, tokens
 from tests.store.cache_tables import check_cache, held
 from tests.thin import thin
 

@@ -16,11 +16,11 @@ from baselines.combined.two_stage import TwoStage
 from baselines.infinigen import InfiniGen
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
-from tests.invariants.drive import Session, logits, tokens
 from tests.thin import thin
 
 CACHE: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}

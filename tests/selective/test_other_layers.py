@@ -1,0 +1,173 @@
+"""Layers with a sliding window or a state, which no method serves: transformers' own answers, and methods beside them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
+
+from baselines import infinigen
+from pqcache.registry import METHODS, method_class
+from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach, generate, record
+from pqcache.selective.hybrid import tensors
+from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.selective.lockstep import lockstep
+from pqcache.selective.shape import served
+from pqcache.selective.sliding import SlidingLayer
+from scripts.try_architectures import FAMILIES, SMALL
+
+WINDOW, S = 16, 52  # prompts of more than three windows
+SLIDING = ("gemma3_text", "olmo3", "exaone4")
+LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+WINDOWS: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "head_dim": 8, "sliding_window": WINDOW, "layer_types": LAYERS, "max_position_embeddings": 512,
+    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "sdpa",
+}  # fmt: skip
+# convolutions; gated attention; attention beside a state in each layer; no rotation; one module per layer; three states a layer
+HYBRID = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear")
+OPTIONS = {family.kind: {**SMALL, **family.options} for family in FAMILIES if family.kind in HYBRID}
+OPTIONS |= dict.fromkeys(SLIDING, WINDOWS)
+
+
+def small(kind: str) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(kind, **OPTIONS[kind])
+    experts = {"experts_implementation": "eager"} if kind in HYBRID else {}
+    model = AutoModelForCausalLM.from_config(config, **experts).double().eval()
+    for weight in model.parameters():
+        weight.data *= 3 if weight.ndim > 1 and kind in HYBRID else 1
+    return model
+
+
+@pytest.fixture(scope="module", params=[*SLIDING, *HYBRID])
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return small(request.param)
+
+
+def method(name: str = "full", ratio: float = 1.0) -> Method:
+    return method_class(name)(budget=Budget(ratio=ratio))
+
+
+def prompt(pad: int = 21) -> tuple[torch.Tensor, torch.Tensor]:
+    """Two prompts, the first one left-padded, and their mask."""
+    ids = torch.randint(3, 96, (2, S), generator=torch.Generator().manual_seed(1))
+    ids[0, :pad] = 0
+    return ids, (ids != 0).long()
+
+
+@torch.no_grad()
+def logits(model: PreTrainedModel, cache: Any, sizes: list[int], masked: bool) -> torch.Tensor:
+    """Of every position of blocks of these sizes."""
+    ids, mask = prompt()
+    positions, out, end = (mask.cumsum(-1) - 1).clamp_min(0), [], 0
+    for size in sizes:
+        start, end = end, end + size
+        how = {"attention_mask": mask[:, :end]} if masked else {}
+        block = {"input_ids": ids[:, start:end], "position_ids": positions[:, start:end]}
+        out.append(model(**block, past_key_values=cache, use_cache=True, **how).logits)
+    return torch.cat(out, 1)[mask.bool()]
+
+
+@pytest.mark.parametrize(
+    "sizes", [[42, *[1] * 10], [WINDOW, 7, 19, *[1] * 10], [42, 1, 1, 8]], ids=["whole", "chunks", "turns"]
+)
+def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[int]) -> None:
+    """One token too many or too few in a window changes them; so does padding in a state, also if only `begin` tells of it."""
+    stock = DynamicCache(config=model.config)
+    theirs = logits(model, stock, sizes, masked=True)
+    for masked in (True, False):
+        with attach(model):
+            cache = SelectiveCache(model, method())
+            cache.begin([21, 42], left_padded=True)
+            ours = logits(model, cache, sizes, masked)
+        assert (ours - theirs).abs().max() < 1e-9
+    windows = [layer for layer in cache.layers if isinstance(layer, SlidingLayer)]
+    assert [layer.k.shape[2] for layer in windows if layer.k is not None] == [WINDOW] * len(windows)
+    # layers, K and V, rows, KV heads, tokens, d, bytes of a number
+    kept = 3 * 2 * 2 * 2 * WINDOW * 8 * 8 if windows else sum(x.nbytes for x in tensors(stock))
+    assert cache.other_bytes() == kept > 0
+
+
+@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}], ids=["beams", "chunks"])
+def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
+    """States and windows follow their rows."""
+    ids, mask = prompt(0 if "prefill_chunk_size" in how else 13)
+    call = partial(model.generate, ids, attention_mask=mask, max_new_tokens=20, do_sample=False, **how)
+    theirs = call()
+    with attach(model):
+        cache = SelectiveCache(model, method())
+        if "prefill_chunk_size" in how:
+            cache.begin([S, S])
+        assert torch.equal(call(past_key_values=cache), theirs)
+
+
+def test_methods_serve_the_layers_of_attention(model: PreTrainedModel) -> None:
+    """A prefill in common and steps in common give what each method gives alone; a request leaves nothing to the next."""
+    ids, kind = prompt()[0][1:], model.config.model_type
+    names = METHODS if kind == "gemma3_text" else ("full", "pqcache", "h2o", "pyramidkv", "infllm", "int8")
+    plain = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, S:].tolist()
+    prefill, works, alone = record(model, ids, prefill_chunk=15, device="cpu"), [], {}
+    for name in names:
+        try:
+            one = method(name, 1.0 if name == "full" else 0.3)
+            one.prepare(model, ids.repeat(1, 8), None)
+            torch.manual_seed(0)
+            alone[name] = generate(model, one, ids, max_new_tokens=5)
+        except (NotApplicable, ValueError):
+            continue
+        own = None if name in ("infllm", "streaming") else prefill
+        works.append(partial(generate, model, one, ids, max_new_tokens=5, prefill=own))
+    assert alone["full"].token_ids == plain and alone["full"].attended_tokens == S + 2.5
+    assert {"pqcache", "h2o", "pyramidkv", "int8"} <= alone.keys() and (kind != "gemma3_text" or "infinigen" in alone)
+    torch.manual_seed(0)
+    for mine, (name, other) in zip(lockstep(model, works), alone.items(), strict=True):
+        assert getattr(mine, "token_ids", mine) == other.token_ids, name
+        assert (mine.attended_tokens, mine.resident_bytes) == (other.attended_tokens, other.resident_bytes), name
+        assert mine.extra["other_layers_bytes"] == other.extra["other_layers_bytes"] > 0
+        assert mine.extra["served_layers"] == len(served(model.config))
+
+
+@pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
+def test_infinigen_speculates_with_its_own_layers_angles(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gemma 3 rotates by another base in layers with a window, and the layer before is one."""
+    ahead: list[torch.Tensor] = []
+    rotate = infinigen.rotate
+    monkeypatch.setattr(
+        infinigen, "rotate", lambda module, x, cos, sin: (ahead.append(cos), rotate(module, x, cos, sin))[1]
+    )
+
+    class Angles(Watcher):
+        seen: list[torch.Tensor] = []
+
+        def watch(self, call: WatchedCall) -> None:
+            if call.ctx.step.decode and call.layer.layer_idx == 1:
+                self.seen.append(call.ctx.cos)
+
+    one = infinigen.InfiniGen(budget=Budget(ratio=0.3), dense_layers=1)
+    one.prepare(model, None, None)
+    del ahead[:]
+    generate(model, one, prompt()[0][1:], max_new_tokens=4, watchers=[watcher := Angles()])
+    assert len(ahead) == len(watcher.seen) == 3
+    assert all(torch.allclose(a, b) for a, b in zip(ahead, watcher.seen, strict=True))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("model", ["lfm2"], indirect=True)
+def test_a_refused_pass_is_not_continued(model: PreTrainedModel) -> None:
+    """Layers before the first attention have taken its tokens in."""
+    ids = prompt()[0][1:]
+    with attach(model):
+        cache = SelectiveCache(model, method())
+        cache.begin([8])
+        with pytest.raises(ValueError, match="crosses the end"):
+            model(ids[:, :9], past_key_values=cache, use_cache=True)
+        with pytest.raises(RuntimeError, match="did not finish"):
+            model(ids[:, :8], past_key_values=cache, use_cache=True)
+        cache.begin([8])
+        model(ids[:, :8], past_key_values=cache, use_cache=True)
