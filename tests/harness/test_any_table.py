@@ -8,7 +8,7 @@ import pytest
 
 import run
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.any_table import lay_out, report, tables
+from pqcache.harness.report.any_table import lay_out, tables
 from pqcache.harness.report.rows import Row, rows_under, write_row
 
 
@@ -97,26 +97,3 @@ def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
     assert [line[:2] for line in of_t.body] == [["pqcache", "2"], ["pqcache", "4"], ["pqcache", "16"]]
     assert of_t.head == ["method", "method.m", "score"]
     assert "protocol" in layout.notes[0]
-
-
-def test_sub_tasks_and_single_samples(tmp_path: Path) -> None:
-    make_row(tmp_path, "full", {"t_a": [100], "t_b": [50]})
-    make_row(tmp_path, "pqcache", {"t_a": [38.8], "t_b": [50]}, budget=0.1)
-    text = report(lay_out(rows_under(tmp_path), ("method",), ("dataset",), ("score", "to_full", "p"))).markdown()
-    line = next(x for x in text.splitlines() if x.startswith("| pqcache"))
-    assert [part.strip() for part in line.strip("| ").split("|")][1:4] == ["38.8 [n/a]", "-61.2 [n/a]", "n/a"]
-    assert "[-61.2" not in text
-
-
-def test_lines_beside_their_budget_are_marked(tmp_path: Path) -> None:
-    attended = {"prompt_tokens": 1000.0, "budget_applied": 0.15, "attended_tokens": 201.0}
-    make_row(tmp_path, "full", {"t": [100]}, **{**attended, "budget_applied": 1.0})
-    for budget in (0.1, 0.2):
-        make_row(tmp_path, "streaming", {"t": [90]}, budget=budget, **attended)
-    layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("score", "tpot"))
-    line = next(x for x in report(layout).markdown().splitlines() if x.startswith("| streaming"))
-    assert [part.strip() for part in line.strip("| ").split("|")][1:] == ["90.0 [n/a]*", "9.00", "90.0 [n/a]", "9.00"]
-    (note,) = [note for note in layout.notes if "*" in note]
-    assert note.startswith(
-        "Marked *: streaming at 0.1 (t) attends 201 tokens a step, 2.01 times the 100 of its budget. "
-    )

@@ -24,62 +24,38 @@ def item(keys: dict[str, Any], of: Any = "all") -> Item:
     return Item("pqcache", "Table 2", "x", False, ({"source": "Section 4", "of": of, **keys},))
 
 
-def test_differences_need_a_note(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("pqcache_table2")
-    monkeypatch.setattr(plan, "report", {**plan.report, "notes": []})
-    same = check.compare(plan, item(of=("pqcache",), keys={"method.m": 2, "budget": [0.1, 0.2]}))
-    assert [one.state for one in same] == ["same", "same"]
-    (other,) = check.compare(plan, item(of=("pqcache",), keys={"method.m": 4}))
-    assert (other.state, other.ours, other.lines) == ("DIFFERS", (2,), ("pqcache",))
-    (one_missing,) = check.compare(plan, item(of="not full", keys={"budget": [0.1, 0.2, 0.3]}))
-    assert one_missing.state == "DIFFERS"
-    (no_line,) = check.compare(plan, item(of=("quest",), keys={"method.page": 16}))
-    assert no_line.state == "DIFFERS" and no_line.ours == ()
-    (option,) = check.compare(plan, item(keys={"method.no_such": 1}))
-    assert option.state == "DIFFERS"
-
-
 @pytest.mark.parametrize(
-    ("note", "state"),
+    ("of", "keys", "note", "states"),
     [
-        ("Here m is 2.", "noted"),
-        ("The paper has 4 sub-spaces.", "noted"),
-        ("The paper has 14 data sets.", "DIFFERS"),
-        ("As section 4.1.3 says.", "DIFFERS"),
-        ("Memory differs.", "DIFFERS"),
+        (("pqcache",), {"method.m": 2, "budget": [0.1, 0.2]}, "", ["same", "same"]),
+        ("not full", {"budget": [0.1, 0.2, 0.3]}, "", ["DIFFERS"]),
+        (("quest",), {"method.page": 16}, "", ["DIFFERS"]),  # no such line
+        ("all", {"method.no_such": 1}, "", ["DIFFERS"]),
+        (("pqcache",), {"method.m": 4}, "Here m is 2.", ["noted"]),  # a note names the option or the paper's value
+        (("pqcache",), {"method.m": 4}, "The paper has 4 sub-spaces.", ["noted"]),
+        (("pqcache",), {"method.m": 4}, "The paper has 14 data sets.", ["DIFFERS"]),
+        (("pqcache",), {"method.m": 4}, "As section 4.1.3 says.", ["DIFFERS"]),
     ],
 )
-def test_a_note_names_the_option_or_the_papers_value(note: str, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = plan_of("pqcache_table2")
-    monkeypatch.setattr(plan, "report", {**plan.report, "notes": [note]})
-    (one,) = check.compare(plan, item(of=("pqcache",), keys={"method.m": 4}))
-    assert one.state == state
-
-
-def test_a_difference_is_printed_and_is_an_error(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_a_difference_needs_a_note_of_it(
+    of: Any, keys: dict[str, Any], note: str, states: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    name = "pqcache_table2"
-    for key, code in ({"method.m": 2}, 0), ({"method.m": 4}, 1):
-        made = replace(item(of=("pqcache",), keys=key), experiments=(name,))
-        monkeypatch.setattr(check, "items", lambda made=made: (made,))
-        monkeypatch.setattr(check, "plan_at_paper_scale", lambda *_: plan_of(name))
-        assert check.main([name]) == code
-        printed = capsys.readouterr()
-        assert "method.m" in printed.out
-        assert ("no line of report.notes names it" in printed.err) == bool(code)
+    plan = plan_of("pqcache_table2")
+    monkeypatch.setattr(plan, "report", {**plan.report, "notes": [note] if note else []})
+    assert [one.state for one in check.compare(plan, item(keys, of))] == states
 
 
-@pytest.mark.parametrize(
-    ("paper", "item_", "said"),
-    [
-        ("pqcache", "Table 9", "report.item=Table 9: PQCache, arXiv 2407.12820v1 has no such item"),
-        ("pq", "Table 2", "report.paper=pq, report.item=Table 2: papers are pqcache"),
-    ],
-)
-def test_an_unknown_item_is_an_error(paper: str, item_: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(check, "reports", lambda: {"new": (paper, (item_,))})
-    assert said in check.check("new")[1][0]
+@pytest.mark.parametrize(("m", "code"), [(2, 0), (4, 1)])
+def test_a_difference_is_printed_and_is_an_error(
+    m: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = replace(item({"method.m": m}, ("pqcache",)), experiments=("pqcache_table2",))
+    monkeypatch.setattr(check, "items", lambda: (made,))
+    monkeypatch.setattr(check, "plan_at_paper_scale", lambda *_: plan_of("pqcache_table2"))
+    assert check.main(["pqcache_table2"]) == code
+    printed = capsys.readouterr()
+    assert "method.m" in printed.out
+    assert ("no line of report.notes names it" in printed.err) == bool(code)
 
 
 @pytest.mark.rest

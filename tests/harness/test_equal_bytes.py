@@ -3,31 +3,10 @@
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from scripts import equal_bytes
 from scripts.equal_bytes import Unreachable, solve
 from tests.harness.cells import Capture
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.integers(200, 8000), st.floats(50, 5000), st.floats(0, 1e6), st.floats(0.1, 0.95), st.floats(0, 0.004))
-def test_a_line_is_solved(prompt: int, per_token: float, fixed: float, share: float, wobble: float) -> None:
-    """Bytes that grow with the tokens, quick measurements a little off."""
-    tokens = max(64, int(share * prompt))
-    target = fixed + per_token * tokens
-    calls: list[tuple[int, bool]] = []
-
-    def measure(budget: int, quick: bool) -> float:
-        calls.append((budget, quick))
-        return fixed + per_token * budget * (1 + wobble * quick)
-
-    if per_token * prompt < 0.02 * target:  # hardly a line
-        return
-    result = solve(measure, target, prompt, 0.01)
-    assert abs(measure(result, False) / target - 1) <= 0.01
-    assert all(64 <= budget <= prompt for budget, _ in calls)
 
 
 def test_what_has_no_solution_says_so() -> None:

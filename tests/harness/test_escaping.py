@@ -56,12 +56,6 @@ def test_markdown_keeps_its_columns_and_holds_no_html() -> None:
         assert in_markdown(plain) == plain
 
 
-def test_tex_is_text() -> None:
-    assert in_latex("\\input{/etc/passwd}") == r"\textbackslash{}input\{/etc/passwd\}"
-    assert in_latex("a\n\nb") == "a  b"
-    assert in_latex("$x$ % \x1b") == r"\$x\$ \% \textbackslash{}x1b"
-
-
 SECRET = {
     "user and password": "https://me:pa55word@host/x",
     "proxy": "ProxyError('http://me:pa55word@proxy:3128')",

@@ -42,15 +42,11 @@ def only_line(rows: list[dict[str, Any]], one: Claim) -> list[str]:
 def test_the_rule_of_a_line() -> None:
     better = [((0.1, 2), 0.01), ((0.1, 2), 0.06), ((-2, -0.1), 0.01), ((-0.1, 2), 0.01), (None, None)]
     assert [findings.decided(gain, None, p) for gain, p in better] == [HOLDS, OPEN, FAILS, OPEN, OPEN]
+    assert [findings.joined(lines) for lines in ([HOLDS, MISSING], [HOLDS, OPEN], [OPEN, FAILS], [MISSING])] == [
+        *(HOLDS, OPEN, FAILS, MISSING)
+    ]
     close = [(-1, 3), (-1.1, 3), (-3, -1.1), None]
     assert [findings.decided(gain, 1, None) for gain in close] == [HOLDS, OPEN, FAILS, OPEN]
-
-
-def test_the_rule_of_a_claim() -> None:
-    assert findings.joined([HOLDS, MISSING, HOLDS]) == HOLDS
-    assert findings.joined([HOLDS, OPEN]) == OPEN
-    assert findings.joined([HOLDS, OPEN, FAILS]) == FAILS
-    assert findings.joined([MISSING]) == MISSING
 
 
 def test_a_page_says_what_the_rows_say(tmp_path: Path, rows: list[dict[str, Any]]) -> None:
@@ -97,16 +93,6 @@ def test_recall_is_compared_by_layer(rows: list[dict[str, Any]]) -> None:
         row["diagnostics"], row["dense_layers"] = {"by_layer": {"recall_budget": recall.get(row["method"])}}, 1
     line = only_line(rows, claim(("pqcache", "h2o"), metric="recall"))
     assert (line[:2], line[3:]) == (["83.3", "41.7"], ["6 layers", HOLDS])
-
-
-def test_options_a_claim_does_not_name_are_the_defaults(rows: list[dict[str, Any]]) -> None:
-    own = next(row for row in rows if row["method"] == "pqcache")
-    other = {**own, "hyper_parameters": {**own["hyper_parameters"], "m": 4}}
-    assert list(findings.chosen([other, own], "pqcache", 0.2).values()) == [own]
-    assert list(findings.chosen([other, own], {"method": "pqcache", "m": 4}, 0.2).values()) == [other]
-    assert findings.chosen([own], "pqcache", 0.1) == {}
-    with pytest.raises(ValueError, match="pqcache: "):
-        findings.chosen([own, own], "pqcache", 0.2)
 
 
 def test_the_claims_name_what_exists() -> None:

@@ -83,16 +83,6 @@ def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> No
     assert "to Full" not in block.head  # of the score, which has none here
 
 
-def test_lines_of_one_printed_name_differ_in_their_labels() -> None:
-    made = [entry("a", None, "gsm8k", 1.0), entry("b", None, "gsm8k", 2.0)]
-    report = {"layout": {"rows": ["line"], "columns": ["metric"]}, "names": {"a": "crush", "b": "crush"}}
-    (block,) = tables_of(made, report | {"labels": {"a": {"hh-cl": "1-3"}, "b": {"hh-cl": "3-1"}}}, {})
-    assert [["".join(part) for part in line] for line in block.body] == [
-        ["crush", "1-3", "1.00"],
-        ["crush", "3-1", "2.00"],
-    ]
-
-
 def test_differences_are_a_block_of_their_own_where_lines_are_columns() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}}
     one = entry(
@@ -113,20 +103,21 @@ def test_a_line_without_a_budget_is_in_every_column_of_budgets() -> None:
 
 @pytest.mark.parametrize(
     ("report", "best"),
-    [({}, "gear"), ({"best": "none"}, None), ({"best": "budget"}, None), ({"lower": ["score"]}, "h2o")],
+    [
+        ({}, "gear"),
+        ({"best": "none"}, None),
+        ({"best": "budget"}, None),
+        ({"lower": ["score"]}, "h2o"),
+        ({"names": {"gear": "zip", "zipcache": "zip"}, "labels": {"gear": {"b": "1"}, "zipcache": {"b": "2"}}}, "zip"),
+    ],
 )
 def test_the_best_among_lines_of_unequal_budgets(report: Mapping[str, Any], best: str | None) -> None:
     """Quantizers have a budget of their own each: they are compared over the whole column."""
     lines = [("full", None, 90.0), ("h2o", 0.4, 20.0), ("gear", None, 50.0), ("zipcache", 0.2, 45.0)]
-    (block,) = tables_of([entry(name, budget, "gsm8k", score) for name, budget, score in lines], report, {})
-    bold = [line[0] for line in block.body if isinstance(line[-1][0], Bold)]
-    assert bold == ([best] if best else [])
-
-
-def test_lower_is_better_for_times_and_candidates_are_not_ranked() -> None:
-    times = [entry(name, 0.2, "t", value, metric="prefill_ms") for name, value in (("a", 3.0), ("b", 2.0), ("c", 1.0))]
-    (block,) = tables_of(times, {}, {"best": ["c"]})
-    assert [isinstance(line[-1][0], Bold) for line in block.body] == [False, True, False]
+    made = [entry(name, budget, "gsm8k", score) for name, budget, score in lines]
+    (block,) = tables_of(made, report, {})
+    bold = ["".join(line[0]) for line in block.body if isinstance(line[-1][0], Bold)]
+    assert bold == ([best] if best else []) and ("b" in block.head) == ("labels" in report)
 
 
 def test_unknown_keys_are_refused() -> None:

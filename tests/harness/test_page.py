@@ -3,8 +3,6 @@
 import json
 import re
 import shlex
-import shutil
-import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -111,20 +109,3 @@ def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
     (same,) = make_plan(compose_all(again, run.CONFIGS)).cells
     assert same.name == cell.name
     assert len(again) <= len(words) + 6, again  # defaults are left out
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(shutil.which("chromium") is None, reason="no chromium")
-@pytest.mark.parametrize("width", [1280, 390])
-def test_a_browser_draws_it_without_an_error(folder: Path, tmp_path: Path, width: int) -> None:
-    pytest.importorskip("plotly")
-    path = page.write(folder, tmp_path, "runs")
-    command = [
-        "chromium", "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}",
-        f"--window-size={width},2400", "--enable-logging=stderr", "--virtual-time-budget=20000", "--dump-dom", path.as_uri(),
-    ]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
-    assert "CONSOLE" not in done.stderr, done.stderr[-2000:]
-    assert done.stdout.count('class="main-svg"') > 0
-    assert "<title>runs: results</title>" in done.stdout  # what the hostile answer would have changed
-    assert "2 of 2 samples" in done.stdout

@@ -11,7 +11,6 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.frame import frame
 from pqcache.harness.report.rows import Row, match_full, pair_with_full, rows_under, write_row
 from pqcache.harness.report.tables import row_text
-from pqcache.harness.run.row_builder import percentile, pooled_steps, tpot_ms
 from tests.harness.made_rows import make_rows, plan
 
 
@@ -50,26 +49,19 @@ def test_one_sample_of_a_sub_task_has_no_interval_and_no_p() -> None:
         assert score_statistics.significance(scores) is None
 
 
+def test_significance_against_worked_numbers() -> None:
+    """Eight differences of one sign: 2 of 256 sign patterns are as far from zero. One of two: every pattern is."""
+    assert score_statistics.significance({"t": {str(i): -1.0 for i in range(8)}}) == pytest.approx(2 / 256, abs=3e-3)
+    assert score_statistics.significance({"t": {"a": 0.0, "b": 1.0}}) == pytest.approx(1.0)
+    assert score_statistics.significance({}) is None
+
+
 def test_interval_agrees_with_the_normal_approximation() -> None:
     values = [float(10 * (i % 11)) for i in range(220)]  # mean 50, population standard deviation sqrt(1000)
     low, high = score_statistics.interval({"t": {str(i): v for i, v in enumerate(values)}}) or (0, 0)
     half = 1.959964 * math.sqrt(1000 / 220)
     assert low == pytest.approx(50 - half, abs=0.25)
     assert high == pytest.approx(50 + half, abs=0.25)
-
-
-def test_the_first_two_steps_of_each_sample_are_dropped() -> None:
-    steps = [[9.0, 8.0, 1.0, 3.0], [7.0, 6.0, 2.0], [5.0, 4.0], [3.0], []]
-    assert pooled_steps(steps) == [1.0, 3.0, 2.0]
-    assert tpot_ms(steps, 0.5) == 2000.0
-    assert tpot_ms(steps, 0.95) == pytest.approx(2900.0)
-
-
-def test_no_step_left_is_null_and_not_zero() -> None:
-    assert tpot_ms([[0.1, 0.2], [0.1]], 0.5) is None
-    assert percentile([None, None], 0.5) is None
-    assert percentile([None, 3.0], 0.5) == 3.0
-    assert percentile([4.0, 1.0], 0.5) == 2.5
 
 
 # -- the comparison with Full: of like runs alone, computed once, with the reason where there is none ------------------
@@ -113,15 +105,6 @@ def test_a_full_row_of_before_an_option_is_a_pair() -> None:
     older = {key: value for key, value in full.items() if key not in ("model_file", "sample_metrics")}
     old = results.migrate({**older, "schema": 1, "model_options": {"path": None}})
     assert match_full({**oracle, "paired_with": None}, [old]) == (old, None)
-
-
-def test_what_belongs_to_the_method_may_differ() -> None:
-    full, oracle = full_and_oracle()
-    oracle = {**oracle, "protocol": "paper", "dense_layers": 2, "paired_with": None}
-    found, reason = match_full(oracle, [full])
-    assert found is full and reason is None
-    row = pair_with_full(oracle, found)
-    assert row["paired_difference"] == pytest.approx(-20 / 3) and row["paired_samples"] == 3
 
 
 def test_reading_draws_no_samples_and_a_known_pair_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

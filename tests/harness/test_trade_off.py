@@ -32,17 +32,6 @@ def test_memory_and_times_come_from_rows_of_their_own(reference: Path) -> None:
     assert trade_off.caption(rows, both, timed) != trade_off.caption(rows, both)
 
 
-def test_full_is_first_then_the_best_at_the_largest_budget(reference: Path) -> None:
-    made = trade_off.points(group_rows(reference / "pocket"))
-    largest = made[made.budget == made.groupby("method").budget.transform("max")]
-    scores = dict(zip(largest.method, largest.score, strict=True))
-    order = list(dict.fromkeys(made.method))
-    assert order == sorted(scores, key=lambda name: (name != "full", -scores[name]))
-    lines = trade_off.table(made).splitlines()[2:]
-    assert [line.split(" | ")[0].strip("| ") for line in lines] == order
-    assert " n/a " in next(line for line in lines if "zipcache" in line)  # it has no row at the smaller budget
-
-
 def test_the_command_draws_and_prints(reference: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trade_off.main([str(reference / "pocket"), "--picture", str(tmp_path / "a.png")])
     assert (tmp_path / "a.png").stat().st_size > 20_000
@@ -50,16 +39,3 @@ def test_the_command_draws_and_prints(reference: Path, tmp_path: Path, capsys: p
     for wrong in ([str(tmp_path)], [str(reference / "pocket"), "--times", str(tmp_path)]):
         with pytest.raises(SystemExit, match="2"):
             trade_off.main(wrong)
-
-
-@pytest.mark.parametrize(("budgets", "said"), [([0.2, 0.1], " Filled: budget 0.2; hollow: 0.1."), ([0.2], "")])
-def test_budgets_are_told_apart_where_a_method_has_several(
-    budgets: list[float], said: str, reference: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A method's marker at one budget alone is filled, whatever the others' budgets are."""
-    captions: list[str] = []
-    monkeypatch.setattr(trade_off.plots, "save", lambda figure, path, caption, **_: captions.append(caption) or path)
-    made = trade_off.points(group_rows(reference / "pocket"))
-    alone = made.method.isin(["full", "kivi"]) | ((made.method == "pqcache") & made.budget.isin(budgets))
-    assert trade_off.draw(made[alone], tmp_path / "a.png", "") is not None
-    assert captions == [said]
