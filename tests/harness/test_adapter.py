@@ -4,18 +4,19 @@ import hashlib
 import json
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 import torch
 from lm_eval.api.instance import Instance
 
-from pqcache.harness.config.options import RunOptions, fits
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.models import LoadedModel, opening_tokens
-from pqcache.harness.run.samples import Sample, SampleLog, SampleMarks
+from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
 from tests.harness.cells import ask
+from tests.harness.made_rows import sample
 
 
 def adapter(loaded: LoadedModel, log: SampleLog, tasks: dict[str, Any] | None = None, **options: Any) -> HarnessLM:
@@ -143,19 +144,11 @@ def test_a_line_tells_what_was_asked(loaded: LoadedModel, whole: bool, tmp_path:
 # -- the log --------------------------------------------------------------------------------------------------------------
 
 
-def sample(doc_id: int = 0, **changed: Any) -> Sample:
-    kinds = {name: kind for name, kind in get_type_hints(Sample).items() if name not in SampleMarks.__annotations__}
-    values: dict[str, Any] = {
-        name: None if fits(None, kind) else (get_origin(kind) or kind)() for name, kind in kinds.items()
-    }
-    return {**values, "task": "t", "doc_id": doc_id, "fingerprint": "f", "response": "grün\n", **changed}  # type: ignore
-
-
 def test_log_survives_any_cut(tmp_path: Path) -> None:
     path = tmp_path / "samples.jsonl"
     with SampleLog(path) as log:
         for i in range(3):
-            log.append(sample(i))
+            log.append(sample(i, response="grün\n"))
     whole = path.read_bytes()
     ends = [i for i, byte in enumerate(whole) if byte == ord("\n")]
     sizes = {*range(0, len(whole), 61), *ends, *(end + 1 for end in ends), *(end + 2 for end in ends[:-1])}
@@ -165,6 +158,6 @@ def test_log_survives_any_cut(tmp_path: Path) -> None:
             kept = len(log)
             assert kept == whole[:size].count(b"\n")
             for i in range(3):
-                if log.find("t", i, "f") is None:
-                    log.append(sample(i))
+                if log.find("needle_pocket", i, "f") is None:
+                    log.append(sample(i, response="grün\n"))
         assert path.read_bytes() == whole

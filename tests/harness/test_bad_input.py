@@ -49,14 +49,6 @@ def test_all_errors_at_once(capsys: Capture) -> None:
     assert all(part in errors for part in parts), errors
 
 
-def test_a_wrong_method_does_not_hide_other_errors(capsys: Capture) -> None:
-    assert run.main(["method=orakle", "method.whatever=1", "seed=x"]) == 2
-    errors = capsys.readouterr().err.splitlines()
-    assert len(errors) == 2
-    assert "did you mean oracle?" in errors[0]
-    assert "seed=x" in errors[1]
-
-
 def test_as_a_shell_sees_it(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(REPO / "run.py"), "-m", "method=full,pqcach", "budget=0.2"],

@@ -1,7 +1,5 @@
 """batch=n: the answers and folders of several prompts at once, what a row says of them, and what is refused."""
 
-import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +9,9 @@ from transformers import LlamaConfig
 import run
 from pqcache.harness.config.check import without_batches
 from pqcache.harness.config.options import RunOptions
-from pqcache.harness.launch.bound import bound
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.report.tables import row_text
-from pqcache.harness.run import batches, units
+from pqcache.harness.run import batches
 from pqcache.harness.run import memory as chunks
 from pqcache.registry import METHODS, method_class
 from tests.harness.cells import Capture, Command, Patch, lines_of, one_row, status, watch
@@ -65,21 +62,6 @@ def test_a_batch_goes_on_where_it_stopped(
     assert row["n_samples"] == 4
 
 
-@pytest.mark.rest
-def test_cells_share_the_prefill_of_a_batch(command: Command, tmp_path: Path, capsys: Capture) -> None:
-    words = ["-m", "budget=0.3", "limit=3", "batch=2"]
-    answers, prefills = [], []
-    for shared in ("true", "false"):
-        assert command(*words, "method=full,snapkv,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0
-        answers.append(sorted((line["cell"], line["doc_id"], line["response"]) for line in lines_of(tmp_path / shared)))
-        prefills.append(re.findall(r"prefills: (\d+) distinct, (\d+)", capsys.readouterr().out))
-    assert answers[0] == answers[1] and len(answers[0]) == 9
-    assert prefills == [[("6", "3")], [("9", "0")]]  # infllm computes its own
-    more = ["method=full,snapkv", "shared_prefill=true", "prefill_chunk=64"]
-    assert command(*words, *more, out=tmp_path / "chunks") == 0
-    assert capsys.readouterr().out.count("a batch with prompts of several lengths is not recorded in chunks") == 1
-
-
 def test_a_trace_is_of_one_prompt() -> None:
     def line(name: str, task: str = "pocket_qa", **options: int) -> str:
         return without_batches(method_class(name), task, options, RunOptions(batch=2))
@@ -87,18 +69,6 @@ def test_a_trace_is_of_one_prompt() -> None:
     assert line("replay") == "batch=2: replay answers one prompt at a time"
     assert line("replay", "latency", batch=4) == "task.batch=4: replay answers one prompt at a time"
     assert [name for name in METHODS if line(name)] == ["replay"]
-
-
-@pytest.mark.rest
-def test_prompts_of_one_length_where_chunks_ask_for_it(
-    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    groups: list[set[int]] = []
-    watch(monkeypatch, batches, "answer", lambda lm, group: groups.append({len(one.ids) for one, _ in group}))
-    words = ["method=infllm", "method.exc_block=16", "method.block=16", "method.n_init=8", "budget=0.3"]
-    assert command(*words, "batch=3", "prefill_chunk=64") == 0
-    assert all(len(group) == 1 for group in groups) and len(groups) > 1
-    assert capsys.readouterr().out.count("infllm takes prompts of one length in chunks") == 1
 
 
 def test_given_texts_are_scored_one_by_one(command: Command, tmp_path: Path) -> None:
@@ -140,30 +110,6 @@ CONFIG = LlamaConfig(
 )
 
 
-def samples(out: Path) -> dict[str, list[dict[str, Any]]]:
-    return {
-        path.parent.name.split("__")[1]: [json.loads(line) for line in path.open()]
-        for path in out.glob("*/samples.jsonl")
-    }
-
-
-@pytest.mark.rest
-def test_answers_are_those_of_one_block(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(units, "OWN_PREFILLS", 1)
-    sweep = ["-m", "method=full,snapkv", "budget=0.3", "limit=2", "shared_prefill=true"]
-    assert command(*sweep, out=tmp_path / "whole") == 0
-    assert command(*sweep, "prefill_chunk=100", out=tmp_path / "chunks") == 0
-    whole, chunked = samples(tmp_path / "whole"), samples(tmp_path / "chunks")
-    for method, mine in chunked.items():
-        assert [s["response"] for s in mine] == [s["response"] for s in whole[method]]
-        assert {s["extra"]["prefill_chunk"] for s in mine} == {100}
-        assert all("prefill_chunk" not in s["extra"] for s in whole[method])
-    assert all("prefill_chunk=100" in path.name for path in (tmp_path / "chunks").glob("*__*"))
-    assert {path.name for path in (tmp_path / "whole").glob("*__*")}.isdisjoint(
-        path.name for path in (tmp_path / "chunks").glob("*__*")
-    )
-
-
 def test_what_auto_chooses() -> None:
     tokens = 8192
     kept, step = chunks.kept_bytes(CONFIG, tokens, "float32"), chunks.prefill_bytes(CONFIG, chunks.STEP, "float32")
@@ -175,13 +121,3 @@ def test_what_auto_chooses() -> None:
     assert chosen(15.9 * step) == 15 * 512
     assert chosen(3.5 * step) == 3 * 512
     assert chosen(0) == 512  # the least; what does not fit then is foreseen elsewhere
-
-
-def test_a_plan_counts_a_chunk() -> None:
-    size = {"prompt_tokens": 8192, "new_tokens": 32, "dtype": "float32"}
-    whole, chunked = (
-        bound(CONFIG, None, **size, prefill_chunk=chunk)  # type: ignore[arg-type]
-        for chunk in (None, 512)
-    )
-    assert chunked.prefill * 16 == whole.prefill
-    assert chunked.device >= 2 * 3 * 2 * 16 * 8192 * 4

@@ -53,35 +53,25 @@ def test_inst_is_written_without_spaces_and_other_templates_are_used(
 
 
 def test_the_adapter_cuts_wraps_and_says_so(loaded: models.LoadedModel, log: Any) -> None:
+    def protocol(doc: int, prompt: str, **settings: Any) -> dict[str, Any]:
+        adapter = lm.HarnessLM(loaded, method_class("full")(), log)
+        adapter.generate_until([ask(prompt, doc, **SHORT, **settings)], disable_tqdm=True)
+        return {**adapter.protocol, "sample": adapter.used["some_task", doc]}
+
     prompt = "The old man walked over the hill. " * 20
-    adapter = lm.HarnessLM(loaded, method_class("full")(), log)
-    adapter.generate_until([ask(prompt, **SHORT, wrapper="inst", cut_middle=32)], disable_tqdm=True)
     cut, dropped = loaded.cut_middle(prompt, 32)
     text = loaded.wrap(cut)
-    assert adapter.used["some_task", 0]["prompt_tokens"] == len(loaded.encode(text))
-    assert adapter.used["some_task", 0]["extra"]["cut_tokens"] == dropped > 0
-    assert adapter.protocol == {
-        "wrapper": "chat template",
-        "unwrapped": [],
-        "system": None,
-        "bos_count": 1,
-        "truncation": "middle, to 32 tokens before wrapping",
-        "truncated_prompts": 1,
-        "first_prompt": {
-            "task": "some_task",
-            "doc_id": 0,
-            "tokens": len(loaded.encode(text)),
-            "sha256": hashlib.sha256(text.encode()).hexdigest(),
-        },
-    }
-    bare = lm.HarnessLM(loaded, method_class("full")(), log)
-    bare.generate_until([ask("Who?", 1, **SHORT, wrapper="none", cut_middle=0, longest_answer=512)], disable_tqdm=True)
-    assert bare.protocol["unwrapped"] == ["some_task"]
+    said = protocol(0, prompt, wrapper="inst", cut_middle=32)
+    assert said["sample"]["prompt_tokens"] == said["first_prompt"]["tokens"] == len(loaded.encode(text))
+    assert said["sample"]["extra"]["cut_tokens"] == dropped > 0
+    assert (said["wrapper"], said["unwrapped"], said["bos_count"]) == ("chat template", [], 1)
+    assert (said["truncation"], said["truncated_prompts"]) == ("middle, to 32 tokens before wrapping", 1)
+    assert said["first_prompt"]["sha256"] == hashlib.sha256(text.encode()).hexdigest()
+    bare = protocol(1, "Who?", wrapper="none", cut_middle=0, longest_answer=512)
+    assert bare["unwrapped"] == ["some_task"]
     room = 4096 - 512 - loaded.count("") - models.JOIN
-    assert bare.protocol["truncation"] == f"middle, to {room} tokens before wrapping"
-    plain = lm.HarnessLM(loaded, method_class("full")(), log)
-    plain.generate_until([ask("Who?", 2, **SHORT)], disable_tqdm=True)
-    assert plain.protocol["truncation"] == "none; longer is left out"
+    assert bare["truncation"] == f"middle, to {room} tokens before wrapping"
+    assert protocol(2, "Who?")["truncation"] == "none; longer is left out"
 
 
 def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedModel, log: Any) -> None:
@@ -173,13 +163,6 @@ def test_answers(call: Command, tmp_path: Path, how: str, on: Any, monkeypatch: 
         assert (row["n_samples"], row["n_skipped"], row["paired_samples"]) == (4, 1, 4)
         (scores,) = row["sample_scores"].values()
         assert {int(key.partition(":")[0]) for key in scores} == {0, 2, 3, 4}
-
-
-@pytest.mark.rest
-def test_log_likelihoods(call: Command, tmp_path: Path, capsys: Capture) -> None:
-    assert call("method=full", "task.name=my_choices") == 0
-    assert "4 samples (1 more too long, left out)" in capsys.readouterr().out
-    assert documents(tmp_path / "out") == {("full", doc) for doc in (0, 2, 3, 4)}
 
 
 @pytest.mark.rest

@@ -2,14 +2,11 @@
 
 import importlib.util
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 import run
-from pqcache.harness.launch import bound, plan
-from pqcache.harness.run.session import Session
-from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, planned, refused, rows
+from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, refused, rows
 
 ON_DISK = "model.device_map={model.embed_tokens:cpu,model.layers.0:disk,model.layers.1:cpu,model.norm:disk,lm_head:cpu}"
 HUB = "model=hf model.path=someone/large method=full"
@@ -53,22 +50,6 @@ def test_without_accelerate(no_model: None, monkeypatch: Patch, capsys: Capture)
     pretend(monkeypatch, accelerate=None)
     said = error_of(capsys, run.main([*HUB.split(), "model.device_map=auto"]))
     assert "model.device_map=auto: the package accelerate is not installed" in said
-
-
-@pytest.mark.rest
-def test_no_single_device_refuses_it(installed: None, tiny: Path, tmp_path: Path, monkeypatch: Patch) -> None:
-    monkeypatch.setattr(bound, "free_bytes", lambda device: 1)
-    monkeypatch.setattr(bound, "swap", lambda: 0)
-    own = ["model=hf", f"model.path={tiny}", "method=full", "limit=1", f"out={tmp_path}", "task.length=256"]
-
-    def found(*words: str) -> Any:
-        return plan.make(planned([*own, *words]), Session())
-
-    (line,) = found().misfits()[0].values()
-    assert "model.device_map=auto" in line
-    spread = found("model.device_map=auto")
-    assert spread.misfits() == ({}, None)
-    assert "several devices: size unknown" in plan.text(spread)
 
 
 @pytest.mark.rest

@@ -1,26 +1,21 @@
 """`diagnostics=true` and `=trace` from the command line: the row, the files beside it, resuming, replaying, figures."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from pqcache.diagnostics import PROMPT_ARRAYS, scores, summary
 from pqcache.diagnostics.summary import PROMPT_SUFFIX
 from pqcache.harness.report import diagnostic_figures
-from pqcache.harness.report.diagnostic_figures import PICTURES, by_step, smoothed
-from pqcache.harness.report.rows import Diagnostics, read_row
+from pqcache.harness.report.diagnostic_figures import PICTURES
+from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run import adapter as lm
-from pqcache.harness.run import recall_sweep
 from tests.harness.cells import Command
 from tests.harness.cells import one_row as only
-
-NAN = float("nan")
 
 
 def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -47,25 +42,6 @@ def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "not measured: diagnostics slow the steps" in shown
     assert "recall 1.000 of the oracle's" in shown
-
-
-def test_rows_without_are_null_and_older_rows_still_read(command: Command, tmp_path: Path) -> None:
-    assert command("method=oracle", "limit=1") == 0
-    folder, row = only(tmp_path / "out", "oracle")
-    assert row["diagnostics"] is None
-    assert not (folder / "diagnostics").exists()
-    old = {k: v for k, v in row.items() if k not in ("diagnostics", "schema")}
-    (folder / "row.json").write_text(json.dumps(old))
-    assert read_row(folder / "row.json") == row
-
-
-@pytest.mark.parametrize("method", ["full", "snapkv", "int8"])
-def test_methods_that_select_nothing_have_mass_and_error(command: Command, tmp_path: Path, method: str) -> None:
-    assert command(f"method={method}", "diagnostics=true", "limit=1") == 0
-    result: Any = only(tmp_path / "out", method)[1]["diagnostics"]
-    assert result["recall_q"] is None and result["recall_kv"] is None and result["chance"] is None
-    assert (result["mass"] == 1) == (method != "snapkv")
-    assert (result["output_error"] < 1e-4) == (method == "full")
 
 
 def test_answers_of_one_token_have_nothing_to_measure(
@@ -151,41 +127,6 @@ def test_what_no_row_has_is_refused(command: Command, tmp_path: Path, capsys: An
     with pytest.raises(SystemExit):
         diagnostic_figures.main([str(tmp_path / "out"), *words])
     assert line in capsys.readouterr().err
-
-
-def test_means_of_samples_that_end_at_different_steps() -> None:
-    long = torch.tensor([[[0.0, 1.0, 1.0]], [[1.0, NAN, 0.0]]])  # (layers, heads, steps)
-    short = torch.tensor([[[1.0, 0.5]], [[1.0, 0.5]]])
-    assert by_step([long, short]).tolist() == [0.75, pytest.approx(2 / 3), 0.5]
-
-
-def test_smoothing_keeps_the_mean_and_leaves_gaps() -> None:
-    values = torch.tensor([0.0, 3.0, NAN, 3.0, 6.0])
-    assert smoothed(values, 1).tolist()[:2] == [0, 3]
-    found = smoothed(values, 3)
-    assert found[[0, 1, 3, 4]].tolist() == [1.5, 1.5, 4.5, 4.5] and found[2].isnan()
-    assert smoothed(torch.full((9,), 0.25), 5).tolist() == [0.25] * 9
-
-
-@pytest.mark.rest
-def test_recall_sweep(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(recall_sweep, "BUDGETS", (64, 128))
-    monkeypatch.setattr(recall_sweep, "FEW_BUDGETS", (64,))
-    argv = ["sweep", "--model", str(tiny), "--length", "256", "--steps", "2", "--out", str(tmp_path / "sweep")]
-    monkeypatch.setattr(sys, "argv", argv)
-    recall_sweep.main()
-    result = json.loads((tmp_path / "sweep" / "recall_sweep.json").read_text())
-    assert len(result["points"]) == 2 * 5 + 6
-    oracle = {p["budget"]: p for p in result["points"] if p["method"] == "oracle"}
-    assert oracle[64]["recall_kv"] == oracle[128]["recall_kv"] == 1
-    assert oracle[64]["recall_budget"] < oracle[128]["recall_budget"]
-    assert {p.name for p in (tmp_path / "sweep").glob("*.png")} == {"recall_budgets.png", "recall_clusters.png"}
-    capsys.readouterr()
-    recall_sweep.main()
-    assert "[" not in capsys.readouterr().out  # nothing was left to compute
-    monkeypatch.setattr(sys, "argv", [*argv[:-1], str(tmp_path / "sweep"), "--seed", "3"])
-    with pytest.raises(SystemExit, match="of another run"):
-        recall_sweep.main()
 
 
 def test_maps_of_the_prompt_are_stored_and_drawn(command: Command, tmp_path: Path) -> None:

@@ -5,16 +5,14 @@ import shlex
 from collections import Counter
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.config.experiments import experiments
-from pqcache.harness.config.options import Refused
 from pqcache.harness.report import papers, published
-from pqcache.harness.report.entries import derive, printed_rows, table_entries
+from pqcache.harness.report.entries import printed_rows, table_entries
 from pqcache.harness.report.published import CONFIGS, words
 from pqcache.harness.report.published import experiments as repeating
 from tests.harness.cells import planned
@@ -108,24 +106,3 @@ def test_smoke_keeps_every_line(name: str, tmp_path: Path) -> None:
         assert cell.folder.parent == tmp_path / "smoke"
         assert published.cell_score(cell) is None
         assert (cell.run.limit or 99) <= 4
-
-
-def test_table_a_is_timed_in_batches(tmp_path: Path) -> None:
-    """Its times come from cells of task=latency, which take none of the other cells' task options."""
-    plan = plan_of("zipcache_tableA", tmp_path)
-    cells = {cell.names[0]: cell for cell in plan.cells}
-    latency = [cell.identity["task"] for cell in plan.cells if cell.identity["task"]["name"] == "latency"]
-    assert [task["batch"] for task in latency] == [8] * 7
-    assert cells["kivi"].identity["task"]["lines"] == 200 and cells["kivi_x8"].identity["task"]["length"] == 3072
-    times: dict[str, Any] = {cells["zipcache_x8"].name: {"prefill_s": 2.0}, cells["full_x8"].name: {"prefill_s": 1.5}}
-
-    def prefill(name: str) -> float | None:
-        return derive("timed:ms:prefill_s", cells[name], times, plan.cells)
-
-    assert (prefill("zipcache"), prefill("full")) == (2000.0, 1500.0)
-    assert prefill("zipcache_norm_full") is prefill("mikv") is prefill("zipcache_x8") is None
-    words = ["experiment=zipcache_tableA", "task.lines=100", f"out={tmp_path}"]
-    lines = [c.identity["task"].get("lines") for c in planned(words).cells]
-    assert sorted(lines, key=str) == [100] * 7 + [None] * 7
-    with pytest.raises(Refused, match="task.lines: unknown key"):
-        planned([*words, "cell=full_x8"])

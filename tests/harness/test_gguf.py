@@ -83,7 +83,9 @@ def load(path: Path, **options: object) -> models.LoadedModel:
     return models.load("hf", {**model_options(), "path": str(path), **options})
 
 
-def test_a_file_is_the_model_that_it_rounds_and_is_read_once(tiny: Path, tmp_path: Path, kept: Path) -> None:
+def test_a_file_is_the_model_that_it_rounds_and_is_read_once(
+    command: Command, tiny: Path, tmp_path: Path, kept: Path
+) -> None:
     file = tmp_path / "small.gguf"
     model = write(file, tiny)
     loaded = load(file)
@@ -97,17 +99,13 @@ def test_a_file_is_the_model_that_it_rounds_and_is_read_once(tiny: Path, tmp_pat
     assert loaded.wrap("Hi") == "[user] Hi\n[assistant] " and loaded.chat
     text = "The old man walked 12 miles."
     assert loaded.encode(text)[-9:] == AutoTokenizer.from_pretrained(tiny)(text)["input_ids"][-9:]
+    assert command("method=full", f"model.path={file}", "limit=1") == 0
+    row = rows(tmp_path / "out")["full 1.0"]
+    assert row["model_file"]["quantization"] == "Q8_0" and len(row["model_file"]["sha256"]) == 64
     (folder,) = kept.iterdir()
     changed = (folder / "model.safetensors").stat().st_mtime_ns
     assert load(tmp_path).weights == loaded.weights  # the folder that holds it
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed and list(kept.iterdir()) == [folder]
-
-
-def test_a_row_names_the_file(command: Command, tiny: Path, tmp_path: Path, kept: Path) -> None:
-    write(tmp_path / "small.gguf", tiny)
-    assert command("method=full", f"model.path={tmp_path / 'small.gguf'}", "limit=1") == 0
-    row = rows(tmp_path / "out")["full 1.0"]
-    assert row["model_file"]["quantization"] == "Q8_0" and len(row["model_file"]["sha256"]) == 64
 
 
 def test_what_cannot_be_read_is_one_line(

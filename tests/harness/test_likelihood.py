@@ -68,16 +68,6 @@ def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel
         assert not greedy  # a random model
 
 
-def test_greedy_is_what_generation_would_say(base: LoadedModel, log: SampleLog) -> None:
-    ids = base.encode("The teacher")
-    with torch.no_grad():
-        best = base.model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False)[0]
-    result = likelihood(base.model, method_class("full")(), best[None], first=len(ids), prefill=len(ids))
-    assert result.greedy == [True] * (len(best) - len(ids))
-    assert result.result.prompt_tokens == len(ids)
-    assert adapter(base, log).loglikelihood([ask("loglikelihood", "The teacher", "zzz")])[0][1] is False
-
-
 def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> None:
     """Also in a continuation of one token: the context's last token is a decode step."""
     values: dict[tuple[str, float], list[float]] = {}
@@ -94,12 +84,6 @@ def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> No
         assert all(abs(value - expected) > 1e-3 for value, expected in zip(values[key], full, strict=True)), key
 
 
-def test_question_as_decode_moves_the_question(base: LoadedModel, log: SampleLog) -> None:
-    measured = adapter(base, log, question_as_decode=True)
-    measured.loglikelihood([ask("loglikelihood", STORY + "Question: who walked?", " me")])
-    assert measured.used["t", 0, 0]["question_tokens"] > 3
-
-
 def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
     short = LoadedModel("base", base.model, base.tokenizer, False, None, 64)
     with pytest.raises(ValueError, match="adds no token"):
@@ -113,33 +97,34 @@ def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
 # -- whole texts ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("size", [None, 63, 64, 100])
-def test_rolling_scores_every_token_once(base: LoadedModel, size: int | None, log: SampleLog, tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [63, 64, 100])
+def test_rolling_scores_every_token_once(base: LoadedModel, size: int, log: SampleLog) -> None:
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
     ids = model.encode(STORY)
     measured = adapter(model, log)
     (value,) = measured.loglikelihood_rolling([ask("loglikelihood_rolling", STORY)])
     assert isinstance(value, LogLikelihood)
     assert len(value.tokens) == len(ids) - 1  # all but the opening token
-    assert all(sample["prompt_tokens"] + 1 <= (size or 4096) for sample in measured.used.values())
-    if size is None:
-        assert value.tokens == pytest.approx(plain(model, ids, 1), abs=2e-5)
-        (other := tmp_path / "other").mkdir()
-        with SampleLog(other / "samples.jsonl") as second:
-            (less,) = adapter(model, second, "streaming", 0.3).loglikelihood_rolling(
+    assert all(sample["prompt_tokens"] + 1 <= size for sample in measured.used.values())
+    first = size + 1
+    assert value.tokens[:size] == pytest.approx(plain(model, ids[:first], 1), abs=2e-5)
+    scored = (len(ids) - first) % size or size  # of the last window
+    window = ids[-size - 1 :]
+    assert value.tokens[-scored:] == pytest.approx(plain(model, window, len(window) - scored), abs=2e-5)
+
+
+def test_the_method_decodes_the_second_half_of_a_text(base: LoadedModel, tmp_path: Path) -> None:
+    scored = {}
+    for method, budget in (("full", 1.0), ("streaming", 0.3)):
+        with SampleLog(tmp_path / method) as log:
+            (scored[method],) = adapter(base, log, method, budget).loglikelihood_rolling(
                 [ask("loglikelihood_rolling", STORY)]
             )
-        half = len(ids) // 2 - 1
-        assert less.tokens[:half] == pytest.approx(value.tokens[:half], abs=2e-5)  # the prefill is exact
-        assert less.tokens[half + 1 :] != pytest.approx(value.tokens[half + 1 :], abs=1e-3)
-    else:
-        first = min(size + 1, len(ids))
-        assert value.tokens[: first - 1] == pytest.approx(plain(model, ids[:first], 1), abs=2e-5)
-        last = len(ids) - first
-        done = first + (last // size) * size if last % size else first + (last // size - 1) * size
-        window = ids[max(0, len(ids) - size - 1) :]
-        scored = len(ids) - done
-        assert value.tokens[-scored:] == pytest.approx(plain(model, window, len(window) - scored), abs=2e-5)
+    half = len(base.encode(STORY)) // 2 - 1
+    full, less = scored["full"].tokens, scored["streaming"].tokens
+    assert full == pytest.approx(plain(base, base.encode(STORY), 1), abs=2e-5)
+    assert less[:half] == pytest.approx(full[:half], abs=2e-5)  # the prefill is exact
+    assert less[half + 1 :] != pytest.approx(full[half + 1 :], abs=1e-3)
 
 
 # -- any task ---------------------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import pytest
 import run
 from pqcache.fields import comments, option_fields
 from pqcache.harness import lookup
-from pqcache.harness.config.options import GROUPS, RunOptions
+from pqcache.harness.config.options import RunOptions
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import TASKS
 from pqcache.registry import METHODS
@@ -57,19 +57,6 @@ def test_an_option_of_several_methods(capsys: Capture) -> None:
 def test_explanations(asked: str, parts: list[str], capsys: Capture) -> None:
     text = said(capsys, f"explain={asked}")
     assert all(part in text for part in parts), text
-
-
-@pytest.mark.rest
-def test_every_option_can_be_explained() -> None:
-    """Each key of each group, and each name: its meaning as the code has it is in the text."""
-    for group in GROUPS:
-        for owner, found in lookup.having(group).items():
-            for key, option in found.items():
-                text = lookup.explained(f"{group}.{key}")
-                assert option.meaning in text
-                assert owner in text
-        for name in options_of(group, run.CONFIGS):
-            assert f"{group}={name}" in lookup.explained(name)
 
 
 def test_help_has_every_key_with_its_meaning(capsys: Capture) -> None:

@@ -1,6 +1,5 @@
 """Reasoning benchmarks of lm-eval over local rows in their own formats: long answers, thoughts, stop strings, resuming."""
 
-import io
 import json
 import shutil
 import sys
@@ -10,13 +9,10 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.launch import plan as planning
-from pqcache.harness.run import adapter, answers, models
-from pqcache.harness.run.answers import Within
-from pqcache.harness.run.session import Session
+from pqcache.harness.run import adapter, models
 from pqcache.harness.tasks import any_lm_eval, math_process, task_of
 from pqcache.harness.tasks.math_process import packages
-from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, model_options, on_model, one_row, planned
+from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, model_options, one_row
 
 SUMS = [("What is 100 + 104?", "204"), ("What is 6 times 12?", "72")]
 AIME24 = [
@@ -201,17 +197,6 @@ def test_choices_have_one_order(rows: Path) -> None:
     assert orders[0] == orders[1] == orders[2] == orders[3]
 
 
-def test_gpqa_by_the_filter_that_is_asked_for(
-    command: Command, rows: Path, tmp_path: Path, says: dict[str, str]
-) -> None:
-    says |= {"correct answer": "I take (A). No, the answer: (B)"}
-    typed = ["task=lm_eval", "task.name=gpqa_main_cot_zeroshot", f"task.source={rows / 'gpqa'}", "method=full"]
-    assert command(*typed, "task.max_new_tokens=100", "task.metric='exact_match,flexible-extract'") == 0
-    row, lines = answered(tmp_path / "out")
-    right = [100.0 * (lines[i]["target"] == "(B)") for i in range(2)]
-    assert list(row["sample_scores"]["gpqa_main_cot_zeroshot"].values()) == right
-
-
 @pytest.mark.parametrize(
     ("typed", "said"),
     [
@@ -260,68 +245,4 @@ def test_thoughts_are_kept_and_not_scored(
     assert not lines[0]["prompt_end"].endswith("</think>\n\n")
 
 
-class Characters:
-    """A tokenizer of one token per character; token 0 is `</think>`, which may be special."""
-
-    def __init__(self, special: bool) -> None:
-        self.all_special_tokens = [answers.END] if special else []
-
-    def convert_tokens_to_ids(self, token: str) -> int:
-        assert token == answers.END
-        return 0
-
-    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
-        left_out = skip_special_tokens and self.all_special_tokens
-        return "".join(chr(i) if i else "" if left_out else answers.END for i in ids)
-
-
-@pytest.mark.parametrize("special", [True, False])
-def test_stop_strings_count_behind_the_thoughts(special: bool) -> None:
-    tokenizer = Characters(special)
-    ids = [*map(ord, "a STOP b"), 0, *map(ord, "answer " * 9), *map(ord, "STOP c")]
-    text = answers.decode(tokenizer, ids, thinking=True)
-    assert text == "a STOP b</think>" + "answer " * 9 + "STOP c"
-    stop = answers.stopper(tokenizer, ["STOP"], thinking=True)
-    assert stop is not None
-    first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
-    assert first == len(ids) - 2
-    cut = answers.cut(answers.decode(tokenizer, ids[:first], thinking=True), ["STOP"], thinking=True)
-    assert cut == "a STOP b</think>" + "answer " * 9
-    assert answers.scored(cut) == "answer " * 9
-    assert answers.scored("a</think>b</think>  c") == "c"
-    assert answers.scored("no end") == "no end"
-
-
 # -- long answers ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_plan_counts_the_whole_answer(tiny: Path, rows: Path, tmp_path: Path) -> None:
-    def cache(tokens: int) -> int:
-        typed = f"task=lm_eval task.name=aime24 method=full model.max_length=40000 task.answer_tokens={tokens}"
-        plan = planned([*on_model(tiny, tmp_path), f"task.source={rows / 'aime24'}", *typed.split()])
-        (one,) = planning.make(plan, Session()).cells
-        assert one.memory is not None and one.documents.longest[1] == tokens
-        return one.memory.device
-
-    token = 2 * 2 * 16 * 4 * 2  # K and V of two heads of 16 values in float32, two layers
-    grown = cache(32768) - cache(512)
-    assert grown == pytest.approx((32768 - 512) * token, rel=0.02)
-
-
-def test_an_answer_that_grows_is_told() -> None:
-    now = [0.0]
-    stream = io.StringIO()
-    within = Within("full 1.0 aime24", stream, lambda: now[0])
-    within.begin("aime24 sample 3", 32768)
-    stop = within.watched(lambda ids: len(ids) == 3000)
-    for count in range(1, 3001):
-        now[0] += 1 / 32
-        assert stop([0] * count) == (count == 3000)
-    assert stream.getvalue().splitlines() == [
-        f"full 1.0 aime24: aime24 sample 3: {count:,} of at most 32,768 tokens, 32.0 tokens/s"
-        for count in (960, 1920, 2880)
-    ]
-    within.begin("aime24 sample 4", 32768)
-    now[0] += 29.9
-    within.token(5)
-    assert len(stream.getvalue().splitlines()) == 3

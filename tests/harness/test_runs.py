@@ -49,27 +49,18 @@ def test_the_row_is_complete_and_honest(command: Command, tmp_path: Path, tiny: 
     assert command("-m", "method=full,oracle", "budget=0.2") == 0
     row = rows(tmp_path / "out")["oracle 0.2"]
     assert row.keys() == Row.__annotations__.keys()
-    assert row["model"] == str(tiny)
-    assert (row["method"], row["task"], row["seed"], row["n_samples"]) == ("oracle", "needle_pocket", 0, 3)
-    assert row["hyper_parameters"]["n_sink"] == 32
-    assert row["task_options"] == {"length": 256}
-    assert row["budget_ratio"] == 0.2
-    planned = 32 + 0.2 * (row["prompt_tokens"] - 32)
-    assert row["budget_tokens"] == pytest.approx(planned, abs=1.5)
-    assert row["budget_applied"] == pytest.approx(row["budget_tokens"] / row["prompt_tokens"])
+    known = {"model": str(tiny), "method": "oracle", "task": "needle_pocket", "seed": 0, "n_samples": 3}
+    known |= {"task_options": {"length": 256}, "budget_ratio": 0.2, "kv_dtype": "float32", "attn": "sdpa"}
+    known |= {"roofline": None, "published": None, "paired_samples": 3}
+    assert {key: row[key] for key in known} == known  # type: ignore[literal-required]
+    assert row["hyper_parameters"]["n_sink"] == 32 and row["roofline_reason"]
     assert 200 < row["prompt_tokens"] <= 256
+    assert row["budget_tokens"] == pytest.approx(32 + 0.2 * (row["prompt_tokens"] - 32), abs=1.5)
+    assert row["budget_applied"] == pytest.approx(row["budget_tokens"] / row["prompt_tokens"])
     assert row["attended_tokens"] == pytest.approx(row["budget_tokens"] + 1, abs=2)  # and the current token
-    assert row["prompt_protocol"]["bos_count"] == 1
-    assert row["prompt_protocol"]["wrapper"] == "chat template"
-    assert row["kv_dtype"] == "float32"
-    assert row["attn"] == "sdpa"
+    assert (row["prompt_protocol"]["bos_count"], row["prompt_protocol"]["wrapper"]) == (1, "chat template")
     assert row["resident_bytes"]["device"] > 0
-    assert row["tt2t_s"] > row["prefill_s"] > 0
-    assert row["tpot_p95_ms"] >= row["tpot_p50_ms"] > 0
-    assert row["roofline"] is None
-    assert row["roofline_reason"]
-    assert row["published"] is None
-    assert row["paired_samples"] == 3
+    assert row["tt2t_s"] > row["prefill_s"] > 0 and row["tpot_p95_ms"] >= row["tpot_p50_ms"] > 0
     lines = [json.loads(line) for line in next((tmp_path / "out").glob("*oracle*/samples.jsonl")).open()]
     scores = list(row["sample_scores"]["needle_pocket"].values())
     assert [line["score"] for line in lines] == scores  # scored at once, and again by lm-eval: the same
@@ -117,13 +108,6 @@ def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_
     assert command("method=full", f"model.path={base}", "limit=1") == 0
     (row,) = rows(tmp_path / "out").values()
     assert row["prompt_protocol"]["wrapper"] == "none"
-    assert 240 <= row["prompt_tokens"] <= 256
-
-
-def test_a_system_turn_counts_as_part_of_the_prompt(command: Command, tmp_path: Path) -> None:
-    words = " ".join(["be brief and kind"] * 12)
-    assert command("method=full", f"model.system='{words}'", "limit=1") == 0
-    (row,) = rows(tmp_path / "out").values()
     assert 240 <= row["prompt_tokens"] <= 256
 
 

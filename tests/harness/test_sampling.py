@@ -62,18 +62,6 @@ def test_the_same_answers_in_any_order(
     assert timed == [0, 0, 0]
 
 
-@pytest.mark.rest
-def test_a_tiny_temperature_answers_as_greedy(command: Command, tmp_path: Path) -> None:
-    assert command("method=snapkv", "budget=0.3", out=tmp_path / "greedy") == 0
-    assert command("method=snapkv", "budget=0.3", "decode.temperature=1e-7", out=tmp_path / "drawn") == 0
-    assert answers(tmp_path / "drawn") == answers(tmp_path / "greedy")
-    greedy, drawn = row_of(tmp_path / "greedy"), row_of(tmp_path / "drawn")
-    assert greedy["sample_scores"] == drawn["sample_scores"]
-    assert greedy["answer_scores"] is greedy["pass_at"] is greedy["pass_at_interval"] is None
-    assert "decode" not in greedy["folder"] and "decode.temperature=1e-07" in drawn["folder"]
-    assert all("draw" not in line for line in lines_of(tmp_path / "greedy"))
-
-
 def test_what_the_row_says(command: Command, tmp_path: Path, capsys: Capture) -> None:
     task = ("budget=0.3", "task=pocket_qa", "task.length=512")
     assert command("-m", "method=full,snapkv", *task, "limit=2", "decode.temperature=0,1.5") == 0

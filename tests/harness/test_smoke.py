@@ -7,17 +7,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import run
-from pqcache.harness.config import smoke as smoke_config
 from pqcache.harness.report.rows import rows_under
 from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
 from tests.harness.cells import Capture, one_row
 from tests.harness.cells import planned as plan
-
-
-def test_every_named_model_has_a_small_one(repo: Path) -> None:
-    named = {path.stem for path in (repo / "configs" / "model").glob("*.yaml")} - {"hf", *smoke.AS_THEY_ARE}
-    assert named == smoke.ARCHITECTURES.keys()
 
 
 @pytest.mark.parametrize("name", smoke.ARCHITECTURES)
@@ -28,13 +22,6 @@ def test_small_models_are_served(name: str) -> None:
     model = AutoModelForCausalLM.from_config(config)
     with torch.no_grad():
         assert model(torch.arange(1, 9)[None]).logits.shape == (1, 8, len(smoke.tokenizer()))
-
-
-def test_the_small_model_is_the_same_every_time() -> None:
-    options = {"dtype": "auto", "device": "cpu", "chat": True, "system": None, "max_length": 100, "path": None}
-    one, two = (smoke.load("llama-3-8b", options) for _ in range(2))
-    assert torch.equal(one.model.lm_head.weight, two.model.lm_head.weight)
-    assert one.max_length == 4096  # the small one's own
 
 
 def test_grids_keep_two_values_and_methods_all() -> None:
@@ -66,11 +53,3 @@ def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:
     line = "method=full model=llama-2-7b smoke=true task=longbench_trec question_as_decode=true task.source=constructed"
     assert run.main([*line.split(), "wandb=disabled", f"cache_dir={tmp_path}/c", f"out={tmp_path}/o"]) == 0
     assert one_row(tmp_path / "o")[1]["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
-
-
-def test_a_grid_that_names_the_task_s_default_is_still_a_grid() -> None:
-    """The group's file lists the default length; a sweep over that value alone is a grid all the same."""
-    named = plan("-m method=full task=pocket_qa task.length=2048 smoke=true").cells[0]
-    assert named.identity["task"]["length"] == smoke_config.LENGTHS[0]
-    default = plan("method=full task=pocket_qa smoke=true").cells[0]
-    assert default.identity["task"]["length"] == smoke_config.LENGTHS[-1]

@@ -144,14 +144,6 @@ def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch
         cell(tmp_path)
 
 
-def test_folder_and_run_of_a_sweeps_agent(tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch) -> None:
-    monkeypatch.setenv("WANDB_DIR", str(tmp_path / "elsewhere"))
-    monkeypatch.setenv("WANDB_SWEEP_ID", "s")
-    monkeypatch.setenv("WANDB_RUN_ID", "made-by-the-agent")
-    track(cell(tmp_path))
-    assert logged["id"] == "made-by-the-agent" and logged["dir"] == str(tmp_path / "elsewhere")
-
-
 def test_every_command_of_the_documented_sweep_composes(repo: Path, tmp_path: Path) -> None:
     sweep = yaml.safe_load((repo / "docs" / "wandb_sweep.yaml").read_text())
     assert sweep["program"] == "run.py" and sweep["method"] == "grid"
