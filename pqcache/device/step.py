@@ -11,14 +11,16 @@ from pqcache.device.attend import COLUMNS, TokenList, attend
 from pqcache.device.packed import attend_packed
 from pqcache.device.scores import scores
 from pqcache.store.resident import ResidentStore
-from pqcache.store.step import PQCodes, StepParts, Substitute
+from pqcache.store.step import PQCodes, StepParts, Substitute, Window
 from pqcache.store.transfer import send
 
 __all__ = ["DeviceStep", "attend_packed", "substitute_for"]
 
 
-def substitute_for(parts: StepParts | None) -> Substitute | None:
+def substitute_for(parts: StepParts | Window | None) -> Substitute | None:
     """What does a layer's decode steps in its place; None: the layer does them itself."""
+    if parts is not None and not isinstance(parts, StepParts):
+        return WindowStep(parts)
     if parts is None or type(parts.store) is not ResidentStore or parts.store.k is None:
         return None
     if len({buffer.data.shape[3] for buffer in parts.store.buffers}) > 1:  # latent attention
@@ -71,6 +73,36 @@ class DeviceStep:
 
     def tensors(self) -> list[torch.Tensor]:
         return [self.cursor, self.counts, *(() if self.ranking is None else self.ranking.tensors())]
+
+
+class WindowStep:
+    """See store/step.py. Of rows without padding in their window: they all hold as many columns."""
+
+    def __init__(self, held: Window) -> None:
+        self.held = held
+        assert held.k is not None
+        n, h_kv = held.k.shape[:2]
+        self.cursor = send([held.columns], torch.long, held.k.device)  # (1,) the next column
+        self.counts = torch.zeros((n, h_kv, COLUMNS), dtype=torch.int32, device=held.k.device)
+
+    def reserve(self, tokens: int) -> None:
+        self.held.reserve(self.held.columns + tokens)
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
+        self.reserve(0)
+        key, value, slot = self.held.k, self.held.v, self.cursor % self.held.window
+        assert key is not None and value is not None
+        key.index_copy_(2, slot, k)
+        value.index_copy_(2, slot, v)
+        self.cursor += 1
+        self.counts[..., 0] = self.cursor.clamp(max=self.held.window)
+        return attend(q, [TokenList((key, value), self.counts, key.shape[2])], scaling)[0]
+
+    def note(self) -> float:
+        return min(self.held.columns, self.held.window)
+
+    def tensors(self) -> list[torch.Tensor]:
+        return [self.cursor, self.counts]
 
 
 class _Ranking:

@@ -19,7 +19,7 @@ from pqcache.selective.hybrid import HybridCache
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
-from pqcache.store.step import StepParts, Substitute
+from pqcache.store.step import StepParts, Substitute, Window
 
 
 class Request(HybridCache):
@@ -34,6 +34,7 @@ class Request(HybridCache):
     kernel: Callable  # dense attention of a prompt, as transformers' attention functions
     expected: int  # tokens of the longest row when the request ends; 0 = unknown
     prompt_lengths: list[int] | None  # real tokens per row
+    pads: list[int]  # leading padding columns, per row
     token_ids: torch.Tensor | None  # (n, columns)
     recording: bool  # the pass is being recorded, not run: nothing advances (see captured.py)
     bound: int | None  # the layer whose attention module is running
@@ -193,7 +194,7 @@ class SelectiveLayer(CacheLayerMixin):
         """Tier -> every tensor this layer keeps between steps."""
         raise NotImplementedError
 
-    def step_parts(self) -> StepParts | None:
+    def step_parts(self) -> StepParts | Window | None:
         """What the decode steps to come depend on, for a substitute. None: no substitute can do them."""
         return None
 

@@ -28,6 +28,7 @@ class ComposedMethod(Method):
     def check_model(self, config: PreTrainedConfig) -> None:
         for part in self.parts():
             part.check_model(config)
+        super().check_model(config)
 
     def check_prompt(self, lengths: list[int], token_ids: torch.Tensor | None) -> None:
         for part in self.parts():

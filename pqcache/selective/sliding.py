@@ -9,8 +9,10 @@ import torch
 
 from pqcache.selective.attention import attend_rows
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall
+from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import dense_attention
+from pqcache.store.step import Window
 
 
 class SlidingLayer(SelectiveLayer):
@@ -34,7 +36,14 @@ class SlidingLayer(SelectiveLayer):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
     ) -> torch.Tensor:
-        out = self.decode(q, k, v, ctx) if ctx.step.decode else self.prefill(q, k, v, mask, ctx)
+        self.scaling = ctx.scaling
+        if not ctx.step.decode:
+            self.substitute = None
+            out = self.prefill(q, k, v, mask, ctx)
+        elif self.substitute is None:
+            out = self.decode(q, k, v, ctx)
+        else:
+            out = self.substitute.run(q, k, v, ctx.scaling)
         for watcher in ctx.cache.watchers:
             if watcher.every_layer:
                 watcher.watch(WatchedCall(self, q, k, v, out, ctx))
@@ -80,6 +89,14 @@ class SlidingLayer(SelectiveLayer):
         attended = k[:, :, first:end], v[:, :, first:end]
         return dense_attention(ctx.module, block, *attended, seen, scaling=ctx.scaling, dropout=0.0)[0]
 
+    def step_parts(self) -> Window | None:
+        cache = None if self.owner is None else self.owner()
+        assert cache is not None
+        return self if max(cache.pads) <= max(0, self.columns - self.window) else None  # no padding in the window
+
+    def note_step(self, ledger: Ledger) -> None:
+        """Attended tokens are of the layers served."""
+
     def _pads(self, ctx: LayerContext) -> list[int]:
         """Columns of padding before each row's first token."""
         return [self.columns - total for total in ctx.step.total]
@@ -87,23 +104,23 @@ class SlidingLayer(SelectiveLayer):
     def _keep(self, k: torch.Tensor, v: torch.Tensor, expected: int) -> None:
         """Store the newest of the columns k, v (n, h_kv, m, d), which end with the newest one of all."""
         count = min(k.shape[2], self.window)
-        self._reserve(k, min(self.window, max(self.columns, expected)))
+        if self.k is None or self.v is None:
+            self.k, self.v = (x.new_zeros((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
+        self.reserve(max(self.columns, expected))
         assert self.k is not None and self.v is not None
         slots = torch.arange(self.columns - count, self.columns, device=k.device) % self.window
         self.k[:, :, slots], self.v[:, :, slots] = k[:, :, -count:], v[:, :, -count:]
 
-    def _reserve(self, like: torch.Tensor, slots: int) -> None:
-        """Make room for so many slots; `like` (n, h_kv, t, d) has their numbers."""
-        if self.k is None or self.v is None:
-            shape = (*like.shape[:2], slots, like.shape[3])
-            self.k, self.v = like.new_zeros(shape), like.new_zeros(shape)
-        elif self.k.shape[2] < slots:
-            more = (0, 0, 0, min(self.window, max(slots, 2 * self.k.shape[2])) - self.k.shape[2])
+    def reserve(self, columns: int) -> None:
+        assert self.k is not None and self.v is not None
+        slots, room = min(self.window, columns), self.k.shape[2]
+        if room < slots:
+            more = (0, 0, 0, min(self.window, max(slots, 2 * room)) - room)
             self.k, self.v = (torch.nn.functional.pad(x, more) for x in (self.k, self.v))
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         held = min(self.columns, self.window)
-        self._reserve(k, held)
+        self.reserve(held)
         assert self.k is not None and self.v is not None
         slot = (self.columns - 1) % self.window
         self.k[:, :, slot], self.v[:, :, slot] = k[:, :, 0], v[:, :, 0]

@@ -1,6 +1,6 @@
 """What a layer's decode step depends on, for a substitute that does it on a device; and what a substitute is.
 
-Only steps over a ResidentStore can be substituted: everything that they read and write is on the model's device.
+Only steps over a ResidentStore or a window can be substituted: all that they read and write is on the model's device.
 """
 
 from collections.abc import Sequence
@@ -32,6 +32,18 @@ class StepParts:
     k: Sequence[int] = ()
     local: Sequence[int] = ()
     n_sink: int = 0
+
+
+class Window(Protocol):
+    """Of a layer that keeps the newest `window` columns alone: column c is in slot c % window of k and v (n, h_kv, slots, d)."""
+
+    k: torch.Tensor | None
+    v: torch.Tensor | None
+    window: int
+    columns: int
+
+    def reserve(self, columns: int) -> None:
+        """Make room for the window of so many columns."""
 
 
 class Substitute(Protocol):

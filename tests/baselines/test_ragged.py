@@ -3,12 +3,12 @@
 from typing import Any
 
 import pytest
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from baselines.adakv import AdaKV
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
-from pqcache.selective import Budget
+from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.budget import Plan
 from pqcache.selective.ragged import RaggedLayer
 from tests.baselines.drive import random_scores, run
@@ -74,3 +74,8 @@ def test_adakv_takes_evictors_that_prune_once(llama: PreTrainedModel) -> None:
         cache = run(llama, AdaKV(budget=B, base=base.name, floor=1.0), 300)
         alone = run(llama, base(budget=B), 300)
         assert [kept(layer) for layer in cache.layers] == [kept(layer) for layer in alone.layers]
+
+
+def test_sinks_are_refused() -> None:
+    with pytest.raises(NotApplicable, match="attention sinks"):
+        AdaKV(budget=Budget(ratio=0.2)).check_model(AutoConfig.for_model("gpt_oss"))

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from baselines.full import Full
 from baselines.h2o import H2O
@@ -97,7 +97,7 @@ def step(model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor) -> 
 
 def facts(cache: SelectiveCache) -> tuple:
     """What the host knows of a request, and all that lies on the device: K and V, codes."""
-    ledger, lengths = cache.ledger, [layer.store.lengths for layer in cache.layers]
+    ledger, lengths = cache.ledger, [layer.store.lengths for layer in cache.served]
     kept = [x[:, :, : cache.columns].tolist() for layer in cache.layers for x in layer.tensors()["device"]]
     return cache.past, cache.columns, lengths, ledger.steps, ledger.attended(all_layers=True), kept
 
@@ -127,6 +127,23 @@ def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, replays: lis
             assert got == expected and facts(recorded)[5] == known[2][5]
             with pytest.raises(RuntimeError, match="something else"):
                 steps.replay()
+
+
+@pytest.mark.parametrize("prompt", [13, 40])  # the window of 16 fills up during the answer; it is full
+def test_windows_are_recorded(replays: list[int], prompt: int) -> None:
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "gemma3_text", vocab_size=128, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=16, sliding_window=16, layer_types=["sliding_attention", "full_attention"],
+    )  # fmt: skip
+    mixed = AutoModelForCausalLM.from_config(config).eval()
+    how = {"sampling": Sampling(temperature=1.5, key="a"), "max_new_tokens": 14}
+    expected, got = (
+        generate(mixed, Full(), torch.tensor([tokens(prompt, 3)]), kernels=kernels, **how)
+        for kernels in ("torch", "auto")
+    )
+    assert got.token_ids == expected.token_ids and len(set(got.token_ids)) > 8
+    assert len(replays) == 11 and got.attended_tokens == expected.attended_tokens
 
 
 @pytest.mark.rest
