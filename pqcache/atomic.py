@@ -34,9 +34,9 @@ def write_bytes(path: Path, data: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write or replace a text file (UTF-8) as a whole."""
+    """Write or replace a text file (UTF-8) as a whole; half of a character, which UTF-8 has not, as its escape."""
     with replacing(path) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
 def sweep(folder: Path, older_s: float = 600.0) -> None:

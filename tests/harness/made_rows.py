@@ -29,7 +29,7 @@ def sample(doc_id: int, **changed: Any) -> Sample:
         "attended_tokens": 201.0,
         "attended_tokens_all_layers": 201.0,
         "resident_bytes": {"device": 2**20, "host": 2**20},
-        "peak_bytes": {"device": 3 * 2**20},
+        "peak_bytes": {"device": 3 * 2**20, "host": 2**20},
         "bytes_per_step": {"selection": 64.0},
         "extra": {},
         "attn": "sdpa",

@@ -13,6 +13,7 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import page
 from pqcache.harness.report.page import words_of
+from tests.harness.made_rows import sample
 from tests.harness.test_any_table import make_row
 
 HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
@@ -42,8 +43,8 @@ def folder(tmp_path: Path) -> Path:
         )  # fmt: skip
     (cell,) = out.glob("*__pqcache__0.1__*")
     lines = [
-        {"task": "t_a", "doc_id": 1, "response": HOSTILE, "score": None, "prompt_end": "Where?", "target": ["x", "y"]},
-        {"task": "t_b", "doc_id": 0, "response": "old", "score": 50.0},
+        sample(1, task="t_a", response=HOSTILE, score=None, prompt_end="Where?", target=["x", "y"]),
+        sample(0, task="t_b", response="old", score=50.0),
     ]
     (cell / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"half')
     failed = out / "embedded__oracle__0.1__t__seed0__1"

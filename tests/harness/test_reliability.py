@@ -4,79 +4,34 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from pqcache.harness.report.rows import damage, read_row
 from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, rows
 
-# name -> how a row's text is damaged; each is left out with one line
-ROWS: dict[str, Any] = {
-    "a score": lambda row: {**row, "score": 999.0},
-    "a score that is not the mean": lambda row: {**row, "score": row["score"] + 1 if row["score"] < 50 else 1.0},
-    "the number of samples": lambda row: {**row, "n_samples": 1_000_000},
-    "a missing key": lambda row: {key: value for key, value in row.items() if key != "tasks"},
-    "a type": lambda row: {**row, "prompt_tokens": "many"},
-    "a nested type": lambda row: {**row, "resident_bytes": {"device": [1]}},
-    "a sample's score": lambda row: {**row, "sample_scores": {"needle_pocket": {"0:a": -1}}},
-    "true for a number": lambda row: {**row, "seed": True},
-    "a list": lambda row: [row],
-    "deep nesting": lambda row: "[" * 100_000,
-    "no JSON": lambda row: "{",
-    "no UTF-8": lambda row: b"\xff\xfe",
-}
 
-
-def damaged(path: Path, change: Any) -> None:
-    made = change(json.loads(path.read_text()))
-    path.write_bytes(
-        made if isinstance(made, bytes) else (made if isinstance(made, str) else json.dumps(made)).encode()
-    )
-
-
-def test_a_damaged_row_is_one_line_and_is_made_again(
+def test_damaged_rows_and_lines_are_made_again(
     command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
     assert command("method=full", "limit=2") == 0
-    path = next((tmp_path / "out").glob("*/row.json"))
-    whole = path.read_text()
-    for name, change in ROWS.items():
-        path.write_text(whole)
-        damaged(path, change)
-        foreign = tmp_path / name / "row.json"
-        foreign.parent.mkdir()
-        foreign.write_bytes(path.read_bytes())
-        capsys.readouterr()
-        assert read_row(foreign) is None, name
-        said = capsys.readouterr().err
-        assert said.count("\n") == 1 and str(foreign) in said, name
-    assert damage(json.loads(whole)) is None
-    wide = {**json.loads(whole), "task": "lm_eval:wmt16", "score": 2700.0, "sample_scores": {"wmt16": {"0:a": 2700.0}}}
-    assert damage({**wide, "n_samples": 1}) is None  # another metric's range
-    for name in ("a score", "the number of samples", "no UTF-8"):
-        path.write_text(whole)
-        damaged(path, ROWS[name])
+    (path,) = (tmp_path / "out").glob("*/row.json")
+    whole = json.loads(path.read_text())
+    more = {"needle_pocket": {**whole["sample_scores"]["needle_pocket"], "2:a": whole["score"]}}
+    for change in (
+        {"n_samples": 9},
+        {"seed": 3},
+        {"resident_bytes": {"device": 1.0}},
+        {"n_samples": 3, "sample_scores": more},
+    ):
+        path.write_text(json.dumps({**whole, **change}))
         assert command("method=full", "limit=2") == 0
-        assert json.loads(path.read_text()) == json.loads(whole), name
-    assert len(generated) == 2
-
-
-BAD_LINES = ['{"task": [1]}', "[" * 50_000, "null", '"a"', "\ufffd", "{"]
-
-
-def test_a_damaged_line_is_one_line_and_is_made_again(
-    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
-) -> None:
-    assert command("method=full", "limit=2") == 0
-    path = next((tmp_path / "out").glob("*/samples.jsonl"))
-    first, second = path.read_text().splitlines()
-    listed = json.dumps({**json.loads(second), "doc_id": [1]})
-    path.write_text("\n".join([*BAD_LINES, first, listed]) + "\n")
-    capsys.readouterr()
-    assert command("method=full", "limit=2") == 0
-    assert f"{path}: {len(BAD_LINES) + 1} lines are no samples" in capsys.readouterr().err
-    assert len(generated) == 3
+        assert json.loads(path.read_text()) == whole, change
+    assert (path.parent / "row.json.set-aside").exists()  # it claimed a sample that is not on disk
+    log = path.parent / "samples.jsonl"
+    first, second = (json.loads(line) for line in log.read_text().splitlines())
+    log.write_text("\n".join([json.dumps(first), "{", json.dumps({**second, "prompt_tokens": -5})]) + "\n")
+    assert len(generated) == 2 and command("method=full", "limit=2") == 0
+    assert len(generated) == 3 and f"{log}: 2 lines are no samples" in capsys.readouterr().err
 
 
 @pytest.mark.rest

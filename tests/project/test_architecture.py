@@ -33,7 +33,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.device",),
     ("pqcache.store",),
     ("pqcache.kernels",),
-    ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.fields", "pqcache.places"),
+    ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.outside", "pqcache.fields", "pqcache.places"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 BARE = len(FLOORS)  # the floor of the bare packages, which hold names only

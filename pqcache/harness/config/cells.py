@@ -11,7 +11,7 @@
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -25,6 +25,7 @@ from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
 from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, without_secrets
 from pqcache.harness.config.smoke import reduced
+from pqcache.outside import lines, read_yaml
 
 CONFIG = "config.yaml"
 
@@ -219,9 +220,26 @@ def older(out: Path, wanted: Iterable[Identity]) -> dict[str, Path]:
 def read_config(folder: Path) -> Any:
     """The configuration that a folder was made for; None if it is missing or unreadable."""
     try:
-        return yaml.safe_load((folder / CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError, yaml.YAMLError):
+        return read_yaml(folder / CONFIG)
+    except (OSError, ValueError):
         return None
+
+
+OPTIONS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # of a group -> in a row
+
+
+def contradicted(folder: Path, row: Mapping[str, Any]) -> list[str]:
+    """What a row says of its cell that its folder's configuration, if there is one, does not."""
+    try:
+        stored = read_config(folder)
+        wrong = ["seed"] if stored["seed"] != row["seed"] else []
+        for group, options in OPTIONS.items():
+            said = {**stored[group], "name": stored[group]["path" if stored[group]["name"] == "hf" else "name"]}
+            known = {**row[options], "name": row[group], **({"device": said.get("device")} if group == "model" else {})}
+            wrong += [f"{group}.{key}" for key, value in said.items() if key in known and known[key] != value]
+        return wrong
+    except (KeyError, TypeError):  # there is none, or none that is known
+        return []
 
 
 def foreign(folder: Path, about: Identity) -> str | None:
@@ -250,8 +268,7 @@ def open_folder(cell: Cell) -> Path:
     if not isinstance(read_config(folder), dict):
         damaged = [path for path in [folder / CONFIG] if path.exists()]
         for path in folder.glob("samples*.jsonl"):
-            lines = [line for line in path.read_bytes().split(b"\n") if line.strip()]
-            damaged += [path] if any(b'"cell": "' not in line for line in lines) else []
+            damaged += [path] if any(b'"cell": "' not in line for _, _, line in lines(path) if line.strip()) else []
         for path in damaged:
             path.replace(path.with_name(f"{path.name}.set-aside"))
             why = f"its configuration cannot be read; kept as {path.name}.set-aside, not used"

@@ -4,14 +4,13 @@ The keys of `method.*` and `task.*` are the fields of the dataclasses behind the
 their types and defaults. Nothing is listed twice.
 """
 
-import math
 import re
 import sys
 import types
 import typing
 from dataclasses import dataclass, field, fields
 from functools import cache
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pqcache.fields import added
 
@@ -40,9 +39,17 @@ def is_hashed(option: str) -> bool:
 # -- values as texts -----------------------------------------------------------------------------------------------------
 
 
+# Numbers of samples and rows that were read, with the smallest and the largest that are believed.
+Count = Annotated[int, 0, 1 << 40]
+Amount = Annotated[float, 0, 1e15]
+Percent = Annotated[float, 0, 100 + 1e-6]
+
+
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value that was read from JSON is of a type: numbers are finite, true is no number."""
+    """Whether a value that was read from JSON is of a type, and in its range: numbers are finite, true is no number."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return fits(value, args[0]) and args[1] <= value <= args[2]
     if kind is Any:
         return True
     if origin in (typing.Union, types.UnionType):
@@ -54,7 +61,7 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is types.NoneType or isinstance(value, bool):
         return value is None if kind is types.NoneType else kind is bool
     if kind is float:
-        return isinstance(value, int | float) and math.isfinite(value)
+        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, kind)
 
 

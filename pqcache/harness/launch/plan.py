@@ -9,13 +9,13 @@ machine has already computed below `out`; where there are none, the time is unkn
 import json
 from collections import Counter
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import fmean
 
 from pqcache.harness.config import environment, identity
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
 from pqcache.harness.launch.bound import Memory, words
+from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.run.session import Session, task_of_cell
 from pqcache.measure.machine import device_caption
 
@@ -141,25 +141,8 @@ def _documents(cell: Cell, session: Session) -> Documents:
 def _done(cell: Cell) -> set[tuple[str, int, int]]:
     """(task, document, number of the answer) of every sample on disk. Takes no lock."""
     limit = cell.run.limit
-    return {
-        (str(sample["task"]), int(sample["doc_id"]), int(sample.get("draw", 0)))
-        for sample in _lines(cell.folder)
-        if limit is None or int(sample["doc_id"]) < limit
-    }
-
-
-def _lines(folder: Path) -> list[dict]:
-    """The samples of a cell's folder; damaged lines are computed again, so they are left out."""
-    found = []
-    for path in sorted(folder.glob("samples*.jsonl")):
-        for line in path.read_bytes().splitlines():
-            try:
-                sample = json.loads(line)
-                float(sum(sample["step_s"]) + int(sample["doc_id"])), sample["task"], sample["device"]
-            except (ValueError, KeyError, TypeError):
-                continue
-            found.append(sample)
-    return found
+    samples = read_all(cell.folder, cell.about.mark)[0].values()
+    return {(s["task"], s["doc_id"], s.get("draw", 0)) for s in samples if limit is None or s["doc_id"] < limit}
 
 
 # -- time --------------------------------------------------------------------------------------------------------------
@@ -180,9 +163,9 @@ def _prices(plan: RunPlan) -> Prices:
         if device in (bound.WORKER, bound.SPREAD) or cell.run.batch > 1 or not cell.folder.is_dir():
             continue
         here = captions.setdefault(device, device_caption(device))
-        for sample in _lines(cell.folder):
+        for sample in read_all(cell.folder, cell.about.mark)[0].values():
             if sample["device"] == here:
-                seconds = float(sample.get("prefill_s") or 0.0) + sum(sample["step_s"])
+                seconds = (sample["prefill_s"] or 0.0) + sum(sample["step_s"])
                 prices.setdefault(_priced(cell), []).append(seconds)
     return prices
 

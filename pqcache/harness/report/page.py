@@ -23,7 +23,9 @@ from pqcache.harness.report.charts import charts
 from pqcache.harness.report.footnotes import deviations
 from pqcache.harness.report.frame import budget_text, frame, pooled_groups
 from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, skipped_text
+from pqcache.harness.report.sample_lines import Sample, read_all
 from pqcache.harness.report.table import number, printable, several, signed, spread
+from pqcache.outside import finite, read_json
 from pqcache.places import CONFIGS
 from pqcache.registry import METHODS, method_class
 
@@ -74,20 +76,18 @@ def page(root: Path, name: str) -> str:
 
 def as_script(value: Any) -> str:
     """JSON that can stand inside a script element: no text in it ends the element or begins a comment."""
-    text = json.dumps(_without_accents(value), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_without_accents(finite(value)), ensure_ascii=False, allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text
 
 
 def _without_accents(value: Any) -> Any:
-    """A value for JSON: numbers that are none become null, texts lose characters that hide others, and secrets."""
+    """A value for JSON: its texts lose characters that hide others, and secrets."""
     if isinstance(value, Mapping):
         return {str(key): _without_accents(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
         return [_without_accents(item) for item in value]
-    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
-        return None
     return printable(masked(value)) if isinstance(value, str) else value
 
 
@@ -228,7 +228,7 @@ def _view(folder: Path, row: Row | None, most: int) -> CellView:
 
 def _status(folder: Path, row: Row | None) -> tuple[str, str]:
     try:
-        recorded = json.loads((folder / "status.json").read_text(encoding="utf-8"))
+        recorded = read_json(folder / "status.json")
         state, reason = str(recorded["status"]), str(recorded.get("reason") or "")
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         state, reason = ("ok" if row is not None else "no row"), ""
@@ -241,21 +241,12 @@ def _status(folder: Path, row: Row | None) -> tuple[str, str]:
 
 
 def _samples(folder: Path, row: Row | None) -> list[dict[str, Any]]:
-    """What is shown of each line of samples*.jsonl; of several lines of one answer the last counts."""
+    """What is shown of each sample on disk; of several of one answer the last counts."""
     scores = _scores(row)
     found: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for path in [*sorted(folder.glob("samples-*.jsonl")), folder / "samples.jsonl"]:
-        try:
-            lines = path.read_bytes().split(b"\n")
-        except OSError:
-            continue
-        for line in lines:
-            try:
-                sample = json.loads(line)
-                key = str(sample["task"]), int(sample["doc_id"]), int(sample.get("draw", 0))
-                found[key] = _shown(sample, scores.get(key, sample.get("score")))
-            except (ValueError, RecursionError, KeyError, TypeError):
-                continue  # half a line, or no sample
+    for sample in read_all(folder)[0].values():
+        key = sample["task"], sample["doc_id"], sample.get("draw", 0)
+        found[key] = _shown(sample, scores.get(key, sample["score"]))
     return [found[key] for key in sorted(found)]
 
 
@@ -271,16 +262,15 @@ def _scores(row: Row | None) -> dict[tuple[str, int, int], float]:
     }
 
 
-def _shown(sample: Mapping[str, Any], score: Any) -> dict[str, Any]:
-    target = sample.get("target")
-    targets = [target] if isinstance(target, str) else target if isinstance(target, list) else []
+def _shown(sample: Sample, score: float | None) -> dict[str, Any]:
+    target = sample.get("target", [])
     return {
-        "task": str(sample["task"]),
-        "doc": int(sample["doc_id"]),
-        "score": score if isinstance(score, int | float) else None,
-        "prompt": str(sample.get("prompt_end", "")),
-        "target": _cut(" | ".join(map(str, targets)), TARGET),
-        "answer": _cut(str(sample.get("failed") or sample.get("response", "")), ANSWER),
+        "task": sample["task"],
+        "doc": sample["doc_id"],
+        "score": score,
+        "prompt": sample.get("prompt_end", ""),
+        "target": _cut(target if isinstance(target, str) else " | ".join(target), TARGET),
+        "answer": _cut(sample.get("failed") or sample["response"], ANSWER),
     }
 
 

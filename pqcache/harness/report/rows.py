@@ -5,17 +5,30 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
 from pqcache.atomic import write_text
 from pqcache.fields import added_options
-from pqcache.harness.config.options import DECODE, DecodeOptions, ModelOptions, Refused, fits, one_line, say_once
+from pqcache.harness.config.cells import CONFIG, contradicted
+from pqcache.harness.config.options import (
+    DECODE,
+    Amount,
+    Count,
+    DecodeOptions,
+    ModelOptions,
+    Percent,
+    Refused,
+    fits,
+    one_line,
+    say_once,
+)  # fmt: skip
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.table import printable
 from pqcache.harness.tasks import TASKS, task_class
+from pqcache.outside import finite, parse_json, read_text
 
 SCHEMA = 2
 ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them
@@ -23,7 +36,7 @@ ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference 
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
 NO_FULL = "no Full cell of this model, task and seed to compare with"
 ROUNDING = 1e-6  # of scores
-_kinds = cache(get_type_hints)
+_kinds = cache(partial(get_type_hints, include_extras=True))
 
 
 class Diagnostics(TypedDict):
@@ -81,18 +94,18 @@ class Row(TypedDict):
     task: str
     task_options: dict[str, Any]  # the rest of task.*
     data: dict[str, Any]  # what the task read: source, revision, sha256 by file; how many answers could not be scored
-    seed: int  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
-    n_samples: int
-    n_failed: int  # samples that are no answer (NaN in the logits): without them no mean, so score is null
-    unverified_samples: int  # of older lines that do not name their configuration; config.yaml does
-    n_skipped: int  # documents that were too long for the model and left out (run/prompts.py)
+    seed: Count  # of the task's documents, and of torch for each sample; a method's own are in hyper_parameters
+    n_samples: Count
+    n_failed: Count  # samples that are no answer (NaN in the logits): without them no mean, so score is null
+    unverified_samples: Count  # of older lines that do not name their configuration; config.yaml does
+    n_skipped: Count  # documents that were too long for the model and left out (run/prompts.py)
     protocol: str  # aligned | paper | release: budget rule, sinks and dense layers of the method
     prompt_protocol: dict[str, Any]  # the keys of PromptProtocol
     decode: dict[str, float]  # temperature (0: greedy), top_p, and samples: answers drawn per prompt
     attn: str  # the dense attention of prefill: sdpa | flash_attention_2; several values: see device
     kv_dtype: str  # of the model's keys and values; every compression ratio is against 16-bit K + V
-    kmeans_iterations: float | None  # T really used (mean over samples); null for methods without K-Means
-    dense_layers: int  # first layers that stay dense
+    kmeans_iterations: Amount | None  # T really used (mean over samples); null for methods without K-Means
+    dense_layers: Count  # first layers that stay dense
     smoke: bool  # a random small model on tiny inputs: no result
 
     # quality
@@ -102,8 +115,8 @@ class Row(TypedDict):
     full_score: float | None  # Full on the same samples
     paired_difference: float | None  # mean of (score - Full's score) per sample
     paired_interval: list[float] | None  # [lo, hi], 95 % bootstrap over the per-sample differences
-    paired_p: float | None  # two-sided p-value of the difference, by random signs
-    paired_samples: int | None  # samples that both cells have
+    paired_p: Percent | None  # two-sided p-value of the difference, by random signs
+    paired_samples: Count | None  # samples that both cells have
     paired_with: str | None  # the Full row: its folder and a digest of its scores
     paired_reason: str | None  # why there is no comparison
     published: float | None  # the paper's number for this cell; null if there is none
@@ -116,37 +129,41 @@ class Row(TypedDict):
     # where tokens were drawn; else null. A sample's score above is the mean over its answers, and n_samples counts documents
     answer_scores: dict[str, dict[str, list[float]]] | None  # sub-task -> sample -> score of each answer drawn
     # k -> chance, in %, that one of k answers is right; null too where answers have scores between 0 and 100
-    pass_at: dict[str, float] | None  # see above
+    pass_at: dict[str, Percent] | None  # see above
     # null too with one sample of a sub-task
     pass_at_interval: dict[str, list[float]] | None  # k -> [lo, hi], 95 % bootstrap over samples
 
     # budget and tokens
-    budget_ratio: float | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
-    budget_tokens: float | None  # requested tokens; for a ratio, planned per layer and KV head (mean over samples)
+    budget_ratio: Amount | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
+    budget_tokens: Amount | None  # requested tokens; for a ratio, planned per layer and KV head (mean over samples)
     budget_rule: str | None  # how it is kept: a key of pqcache.selective.budget.RULES; null in older rows (prompt)
-    budget_applied: float | None  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
-    prompt_tokens: float  # mean per sample
-    generated_tokens: float  # mean per sample
-    attended_tokens: float | None  # mean over decode steps, query heads and selecting layers (kept, where none selects)
-    attended_tokens_all_layers: float | None  # the same over all layers
+    budget_applied: (
+        Amount | None
+    )  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
+    prompt_tokens: Amount  # mean per sample
+    generated_tokens: Amount  # mean per sample
+    attended_tokens: (
+        Amount | None
+    )  # mean over decode steps, query heads and selecting layers (kept, where none selects)
+    attended_tokens_all_layers: Amount | None  # the same over all layers
 
     # bytes
-    resident_bytes: dict[str, float]  # tier -> all cache state after the last step, with buffer capacity (mean)
-    peak_bytes: dict[str, float]  # tier -> the largest state of any sample
-    bytes_per_step: dict[str, float]  # selection, demand_fetch, refill, write_back: moved per decode step (mean)
+    resident_bytes: dict[str, Amount]  # tier -> all cache state after the last step, with buffer capacity (mean)
+    peak_bytes: dict[str, Amount]  # tier -> the largest state of any sample
+    bytes_per_step: dict[str, Amount]  # selection, demand_fetch, refill, write_back: moved per decode step (mean)
 
     # what was attended, measured on the run's own queries; null without diagnostics=true
     diagnostics: dict[str, Any] | None  # see Diagnostics
 
     # time; null with diagnostics=true, because measuring slows the steps, and with batch=n, as are bytes
-    timed_samples: int  # samples in the times; with shared_prefill those with a prefill of their own
+    timed_samples: Count  # samples in the times; with shared_prefill those with a prefill of their own
     timed_alone: bool  # times are of processes with nothing else of the run on their host; false where there are none
-    tt2t_s: float | None  # prompt submitted -> second token (median over samples)
-    tpot_p50_ms: float | None  # decode step, pooled over samples, first two steps of each dropped
-    tpot_p95_ms: float | None
-    prefill_s: float | None  # prompt submitted -> first token (median)
-    index_build_s: float | None  # part of prefill_s: building the method's index (median)
-    roofline: float | None  # TPOT / the bound from measured bandwidths
+    tt2t_s: Amount | None  # prompt submitted -> second token (median over samples)
+    tpot_p50_ms: Amount | None  # decode step, pooled over samples, first two steps of each dropped
+    tpot_p95_ms: Amount | None
+    prefill_s: Amount | None  # prompt submitted -> first token (median)
+    index_build_s: Amount | None  # part of prefill_s: building the method's index (median)
+    roofline: Amount | None  # TPOT / the bound from measured bandwidths
     roofline_reason: str | None  # why roofline is null
 
     # where it came from; "a / b" where samples have several versions, commits or machines
@@ -339,7 +356,7 @@ def read_row(path: Path) -> Row | None:
 def read_rows(path: Path) -> list[Row]:
     """The rows of a row.json, or of a rows.jsonl with one on each line. What is none is named and left out."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_text(path)
     except FileNotFoundError:
         return []
     except (OSError, ValueError) as error:
@@ -348,13 +365,15 @@ def read_rows(path: Path) -> list[Row]:
     rows = []
     for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
         try:
-            value = json.loads(line)
-        except (ValueError, RecursionError) as error:
+            value = parse_json(line)
+        except ValueError as error:
             _skipped(path, f"no JSON: {error}")
             continue
         value = migrate(value) if isinstance(value, dict) else value
         if (why := damage(value)) is not None:
             _skipped(path, why)
+        elif path.suffix != ".jsonl" and (wrong := contradicted(path.parent, value)):
+            _skipped(path, f"its {CONFIG} says another {', '.join(wrong)}")
         else:
             rows.append(cast(Row, value))
     return rows
@@ -428,13 +447,4 @@ def rows_or_refused(folder: Path, typed: str) -> list[Row]:
 
 
 def write_row(path: Path, row: Row) -> None:
-    write_text(path, json.dumps(_finite(row), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _finite(value: Any) -> Any:
-    """Replace NaN and infinity, which JSON does not have, by null."""
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    write_text(path, json.dumps(finite(row), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

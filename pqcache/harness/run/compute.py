@@ -7,7 +7,6 @@ traceback; the other cells go on. A prompt that cannot be shared is named once, 
 """
 
 import contextlib
-import json
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -23,6 +22,7 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, make_plan, open_folder
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
+from pqcache.harness.report.sample_lines import read_lines
 from pqcache.harness.run import batches, latency_rounds
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.one_cell import make_adapter
@@ -214,17 +214,9 @@ class Follower:
     def poll(self) -> None:
         """Report the samples written since the last call."""
         for cell, path in self._files():
-            try:
-                with open(path, "rb") as file:
-                    file.seek(self._read.get(path, 0))
-                    new = file.read()
-            except OSError:
-                continue
-            whole = new.rfind(b"\n") + 1
-            self._read[path] = self._read.get(path, 0) + whole
-            for line in new[:whole].splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    one = json.loads(line)
+            for _, end, one in read_lines(path, self._read.get(path, 0)):
+                self._read[path] = end
+                if one is not None:
                     self._report(Progress(cell, one["task"], one["doc_id"], one["score"], one.get("draw", 0)))
 
     def _files(self) -> list[tuple[str, Path]]:

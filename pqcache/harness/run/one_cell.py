@@ -20,10 +20,17 @@ from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import TooLong
 from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
-from pqcache.harness.run.samples import SampleLog
+from pqcache.harness.run.samples import Sample, SampleLog
 from pqcache.harness.run.session import Session, set_seed, task_of_cell
 from pqcache.harness.tasks import Figure, TaskSpec
 from pqcache.selective import NotApplicable
+
+# Of a row: what its cell decides, and beside it what is the same each time it is made of the same samples.
+OF_THE_CELL = "model method hyper_parameters task task_options seed protocol decode smoke dense_layers".split()
+OF_THE_SAMPLES = (
+    "sample_scores n_failed n_skipped unverified_samples prompt_tokens generated_tokens budget_tokens attended_tokens"
+    " resident_bytes peak_bytes bytes_per_step timed_samples tt2t_s tpot_p50_ms tpot_p95_ms prefill_s index_build_s device"
+).split()
 
 
 @dataclass
@@ -153,14 +160,29 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
     full = [other for other in full_rows(path.parent.parent) if other["folder"] != cell.name]
     row = pair_with_full(row, *match_full(row, [*full, row]))
     old = read_row(path)
-    if old is not None and old["n_samples"] > row["n_samples"]:
+    if old is not None and old["n_samples"] > row["n_samples"] and _is_of(old, row, lm.log):
         return replace(_ended(row, failed), kept=True)
     _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
-    same = ("sample_scores", "n_failed", "n_skipped", "unverified_samples")
-    if old is not None and not computed and all(old[key] == row[key] for key in same):  # type: ignore[literal-required]
+    if old is not None and not computed and _same(old, row, [*OF_THE_CELL, *OF_THE_SAMPLES]):
         return replace(_ended(old, failed), loaded=True)  # the row stays as it is
+    if old is not None and old["n_samples"] > row["n_samples"]:
+        path.replace(path.with_name(f"{path.name}.set-aside"))
+        print(f"{path}: is not the row of its samples; kept as {path.name}.set-aside, and made again", file=sys.stderr)
     write_row(path, row)
     return replace(_ended(row, failed), loaded=not computed)
+
+
+def _same(old: Row, row: Row, keys: Sequence[str]) -> bool:
+    return all(old[key] == row[key] for key in keys)  # type: ignore[literal-required]
+
+
+def _is_of(old: Row, row: Row, samples: Iterable[Sample]) -> bool:
+    """Whether a row of more samples is of this cell, and has what is on disk. row: of some of them."""
+    there = {(sample["task"], str(sample["doc_id"])) for sample in samples if "failed" not in sample}
+    claimed = {(task, key): score for task, of in old["sample_scores"].items() for key, score in of.items()}
+    known = {(task, key): score for task, of in row["sample_scores"].items() for key, score in of.items()}
+    whole = known.items() <= claimed.items() and all((task, key.partition(":")[0]) in there for task, key in claimed)
+    return whole and _same(old, row, OF_THE_CELL)
 
 
 def _sample_metrics(answers: Iterable[dict[str, Any]], names: Sequence[str]) -> dict[str, dict] | None:

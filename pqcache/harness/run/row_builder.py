@@ -193,7 +193,7 @@ def _bytes(samples: Sequence[Sample]) -> dict[str, Any]:
 
 def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
     """timed: whether the run's times count; with diagnostics they do not."""
-    own = [s for s in samples if s["prefill_s"] is not None and _forward(s)] if timed else []
+    own = [s for s in samples if s["prefill_s"] is not None] if timed else []
     return {
         "timed_samples": len(own),
         "timed_alone": bool(own),
@@ -205,13 +205,6 @@ def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
         "roofline": None,
         "roofline_reason": "no measured bandwidths of this machine yet" if timed else "not timed with diagnostics",
     }
-
-
-def _forward(sample: Sample) -> bool:
-    """Whether a sample's times can be: a clock that was set back, or an edited line, has negative ones."""
-    first, second = sample["prefill_s"], sample["tt2t_s"]
-    times = [t for t in (first, second, sample["index_build_s"], *sample["step_s"]) if t is not None]
-    return min(times, default=0.0) >= 0 and (first is None or second is None or second >= first)
 
 
 def _origin(samples: Sequence[Sample]) -> dict[str, Any]:

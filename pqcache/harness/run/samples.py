@@ -20,19 +20,18 @@ import socket
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from functools import cache
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self, TypedDict, cast, get_type_hints
+from typing import IO, Any, Self, cast
 
 from filelock import FileLock, Timeout
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.environment import Facts
-from pqcache.harness.config.options import fits, say_once
+from pqcache.harness.report.sample_lines import Key, Sample, SampleMarks, key_of, read_all
+from pqcache.outside import lines, open_regular, read_json
 from pqcache.selective import GenerationResult
 
-Key = tuple[str, int, str]  # task, document, fingerprint
 PROMPT_END = 300  # characters of a prompt that its line keeps
 DIFFERS = "differs_alone"  # in a sample's `extra`, with batch_check: 1 if the answer alone is another one
 # What a sample takes as it is from the result of a generation.
@@ -40,56 +39,11 @@ OF_THE_RESULT = (
     "prompt_tokens prefill_s tt2t_s index_build_s budget_tokens attended_tokens attended_tokens_all_layers"
     " resident_bytes peak_bytes bytes_per_step"
 ).split()
-# What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
-SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 LOCK, OWNER = ".lock", "owner.json"
 
 
 class Missing(RuntimeError):
     """A sample is not in the log, and the model has no weights to compute it."""
-
-
-class SampleMarks(TypedDict, total=False):
-    """What older lines lack."""
-
-    prompt_sha256: str  # of the text that the tokenizer got; of the token ids where a text is scored
-    prompt_end: str  # the last 300 characters that the model read; with a scored text, that one
-    prompt: str  # all of it, with samples=full
-    target: str | list[str]  # the right answer, or the right answers, where the task has one
-    cell: str  # the configuration's 16 hex digits (config.identity)
-    draw: int  # of tokens that were drawn: the number of the answer, 0 .. decode.samples - 1
-    failed: str  # why it is no answer: it has no score and no times
-    settles: bool  # computed again because earlier lines of the same sample contradict each other
-
-
-class Sample(SampleMarks):
-    """One finished sample. Times in seconds on a synchronised clock, bytes measured by the ledger."""
-
-    task: str  # the lm-eval task
-    doc_id: int  # its document's number in that task
-    fingerprint: str  # of the weights, the token ids fed to the model and the generation settings
-    response: str  # the answer, cut at the stop strings; with model.thinking=true also the thoughts before it
-    score: float | None  # 0..100; None where the task needs more than this answer to score it
-    new_tokens: int  # tokens generated, eos included
-    prompt_tokens: int
-    question_tokens: int  # prompt tokens fed through the decode path
-    # Prompt submitted -> first token. None: another cell's prefill was used. With diagnostics, times include measuring.
-    prefill_s: float | None
-    # Prompt submitted -> second token. None: one token was generated, or another cell's prefill was used.
-    tt2t_s: float | None
-    step_s: list[float]  # every decode step
-    index_build_s: float
-    budget_tokens: float | None  # tokens planned per layer and KV head; None: the method ignores the budget
-    attended_tokens: float | None  # None without a decode step
-    attended_tokens_all_layers: float | None
-    resident_bytes: dict[str, float]  # tier -> bytes after the last step
-    peak_bytes: dict[str, float]
-    bytes_per_step: dict[str, float]
-    extra: dict[str, Any]  # what the method reports of itself
-    attn: str  # the dense attention of prefill
-    device: str  # caption of the machine that computed it
-    git_commit: str | None
-    versions: dict[str, str | None]
 
 
 def prompt_marks(text: str, sha256: str, *, whole: bool = False) -> SampleMarks:
@@ -178,7 +132,7 @@ def claim(folder: Path) -> Iterator[None]:
 
 def _owner(folder: Path) -> str:
     try:
-        owner = json.loads((folder / OWNER).read_text(encoding="utf-8"))
+        owner = read_json(folder / OWNER)
         return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
     except (OSError, ValueError, KeyError, TypeError):
         return "its owner is not known yet"
@@ -236,7 +190,7 @@ class SampleLog:
 
     def reload(self) -> None:
         """Read what is on disk."""
-        self._samples, self._contradicted = _read_all(self.path.parent, self.cell)
+        self._samples, self._contradicted = read_all(self.path.parent, self.cell)
 
     def __len__(self) -> int:
         return len(self._samples)
@@ -265,19 +219,19 @@ class SampleLog:
             self._file = self._open()
         if self.cell:
             sample["cell"] = self.cell
-        if _key(sample) in self._contradicted:
+        if key_of(sample) in self._contradicted:
             sample["settles"] = True
-        self._file.write(json.dumps(sample, ensure_ascii=False).encode() + b"\n")
+        self._file.write(json.dumps(sample, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._samples[_key(sample)] = sample
+        self._samples[key_of(sample)] = sample
         self.appended += 1
         if self.on_sample is not None:
             self.on_sample(sample)
 
     def _open(self) -> IO[bytes]:
         if self.owned:
-            return open(self.path, "ab")
+            return open_regular(self.path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         stem = self.path.stem.rpartition("-")[0]
         for number in itertools.count():  # earlier attempts at the same unit have left files
             self.path = self.path.with_name(f"{stem}-{number}.jsonl")
@@ -300,76 +254,7 @@ class SampleLog:
         self.close()
 
 
-def sample_files(folder: Path) -> list[Path]:
-    """A cell's files of samples: those of workers, then samples.jsonl."""
-    own = folder / "samples.jsonl"
-    return [*sorted(folder.glob("samples-*.jsonl")), *([own] if own.exists() else [])]
-
-
-def _read_all(folder: Path, cell: str) -> tuple[dict[Key, Sample], set[Key]]:
-    """(key -> sample, the keys whose lines contradict each other). Lines of another cell are left out.
-
-    Of two that say the same the later one counts, but none without times replaces one with times. Contradictory lines
-    are left out until the sample is computed again.
-    """
-    samples: dict[Key, Sample] = {}
-    contradicted: set[Key] = set()
-    for path in sample_files(folder):
-        bad: list[int] = []
-        foreign = 0
-        for number, line in enumerate(path.read_bytes().split(b"\n"), 1):
-            sample = _read(line)
-            if sample is None:
-                bad += [number] if line.strip() else []
-                continue
-            if cell and sample.get("cell", cell) != cell:
-                foreign += 1
-                continue
-            key = _key(sample)
-            known = samples.get(key)
-            if known is not None and known.get("settles", False) != sample.get("settles", False):
-                if sample.get("settles", False):
-                    contradicted.discard(key)
-                    samples[key] = sample
-                continue
-            if known is not None and any(known[name] != sample[name] for name in SAYS):  # type: ignore[literal-required]
-                contradicted.add(key)
-            if known is None or known["tt2t_s"] is None or sample["tt2t_s"] is not None:
-                samples[key] = sample
-        if bad:
-            say_once(f"{path}: {len(bad)} lines are no samples (the first is line {bad[0]}); they are computed again")
-        if foreign:
-            say_once(f"{path}: {foreign} samples are of another configuration; they are not used")
-    for key in contradicted:
-        say_once(f"{folder}: the lines of {key[0]} sample {key[1]} contradict each other; it is computed again")
-        del samples[key]
-    return samples, contradicted
-
-
 def _drop_half_line(path: Path) -> None:
-    data = path.read_bytes()
-    whole = data.rfind(b"\n") + 1
-    if whole < len(data):
+    whole = max((end for _, end, _ in lines(path)), default=0)
+    if whole < path.stat().st_size:
         os.truncate(path, whole)
-
-
-def _key(sample: Sample) -> Key:
-    return sample["task"], sample["doc_id"], sample["fingerprint"]
-
-
-def _read(line: bytes) -> Sample | None:
-    """A sample from its line. None for a damaged line: its sample is computed again."""
-    try:
-        value = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(value, dict):
-        return None
-    marks = SampleMarks.__annotations__
-    whole = all(fits(value[key], kind) if key in value else key in marks for key, kind in _kinds().items())
-    return cast(Sample, value) if whole else None
-
-
-@cache
-def _kinds() -> dict[str, Any]:
-    return get_type_hints(Sample)

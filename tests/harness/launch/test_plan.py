@@ -11,7 +11,7 @@ from pqcache.harness.launch import plan
 from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
-from tests.harness import cells
+from tests.harness import cells, made_rows
 from tests.harness.cells import Capture, Patch
 
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
@@ -33,9 +33,8 @@ def no_weights(monkeypatch: Patch) -> None:
 
 def sample(number: int, **others: object) -> str:
     """A line of a sample that took 2 s on this machine."""
-    device = device_caption("cpu")
-    known = {"task": "pocket_qa", "doc_id": number, "prefill_s": 1.5, "step_s": [0.25, 0.25], "device": device}
-    return json.dumps({**known, **others}) + "\n"
+    known = {"task": "pocket_qa", "prefill_s": 1.5, "tt2t_s": 1.75, "step_s": [0.25, 0.25]}
+    return json.dumps(made_rows.sample(number, **{**known, "device": device_caption("cpu"), **others})) + "\n"
 
 
 def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> None:

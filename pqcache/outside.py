@@ -1,0 +1,98 @@
+"""Files that come from outside: only regular ones are read, none further than a bound, and every text can be written again.
+
+value = read_json(folder / "status.json")      # OSError or ValueError, whatever the file is
+for number, end, line in lines(folder / "samples.jsonl"): ...
+"""
+
+import json
+import math
+import os
+import re
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO, Any
+
+import yaml
+
+LARGEST = 1 << 26  # bytes of a file that is read as a whole
+LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # of a file that is read line by line
+ALIASES = 20  # of a YAML file: each may double what it stands for
+_HALF, _ESCAPED = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
+
+
+def open_regular(path: Path | str, most: int = LONGEST_FILE, flags: int = 0) -> IO[bytes]:
+    """A file to be read, or with `flags` to be appended to. Raises OSError if it is a pipe, a device, or larger than `most`."""
+    file = os.fdopen(os.open(path, flags | os.O_NONBLOCK, 0o666), "ab" if flags & os.O_APPEND else "rb")
+    facts = os.fstat(file.fileno())
+    if stat.S_ISREG(facts.st_mode) and facts.st_size <= most:
+        return file
+    file.close()
+    raise OSError(
+        f"{path}: " + (f"is larger than {most} bytes" if stat.S_ISREG(facts.st_mode) else "is no regular file")
+    )
+
+
+def read_text(path: Path | str, most: int = LARGEST, encoding: str = "utf-8", errors: str = "strict") -> str:
+    """The text of a file. Raises OSError, or UnicodeDecodeError, which is a ValueError."""
+    with open_regular(path, most) as file:
+        return file.read(most).decode(encoding, errors)
+
+
+def lines(path: Path | str, start: int = 0) -> Iterator[tuple[int, int, bytes]]:
+    """(number from 1, byte after it, text) of each whole line; of one that is too long only the beginning. Raises OSError."""
+    with open_regular(path) as file:
+        file.seek(start)
+        number = 0
+        while line := file.readline(LONGEST_LINE):
+            number += 1
+            end = line
+            while not end.endswith(b"\n"):
+                if not (end := file.readline(LONGEST_LINE)):
+                    return
+            yield number, file.tell(), line
+
+
+def parse_json(text: str | bytes) -> Any:
+    """A JSON value. Raises ValueError whatever the text is; half characters in it become question marks."""
+    text = text.decode() if isinstance(text, bytes) else text
+    try:
+        value = json.loads(text)
+        return whole(value) if _ESCAPED.search(text) else value
+    except RecursionError as error:
+        raise ValueError("too deeply nested") from error
+
+
+def read_json(path: Path | str) -> Any:
+    """The JSON value of a file. Raises OSError or ValueError."""
+    return parse_json(read_text(path))
+
+
+def read_yaml(path: Path | str) -> Any:
+    """The YAML value of a file. Raises OSError or ValueError."""
+    text = read_text(path)
+    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    try:
+        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader)) > ALIASES:
+            raise ValueError(f"{path}: has more than {ALIASES} aliases")
+        return whole(yaml.load(text, loader))
+    except (RecursionError, yaml.YAMLError) as error:
+        raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]})") from error
+
+
+def whole(value: Any) -> Any:
+    """A value of JSON whose texts hold no half of a character, which no file and no tokenizer takes."""
+    if isinstance(value, str):
+        return value if value.isascii() else _HALF.sub("?", value)
+    if isinstance(value, dict):
+        return {whole(key): whole(item) for key, item in value.items()}
+    return [whole(item) for item in value] if isinstance(value, list) else value
+
+
+def finite(value: Any) -> Any:
+    """A value without NaN and infinity, which JSON does not have: null in their place."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
