@@ -18,6 +18,13 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 
 MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
+RETRIEVERS: dict[str, dict[str, Any]] = {  # options for prompts of a hundred tokens, sinks apart
+    "clusterkv": {"tokens_per_cluster": 9, "window": 6, "window_clusters": 2},
+    "oracle": {},
+    "pqcache": {"b": 3},
+    "quest": {"page": 4},
+    "sparq": {"r": 3},
+}
 
 
 def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module | None = None) -> LayerContext:

@@ -11,11 +11,8 @@ from pqcache.api.drive import Session, tokens
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
-from tests.baselines.common import OneLayer
+from tests.baselines.common import RETRIEVERS, OneLayer
 from tests.drawn import Pick, drawn, examples
-
-EVICT = ["h2o", "kvcrush", "pyramidkv", "snapkv"]
-RETRIEVE = ["clusterkv", "oracle", "pqcache", "quest", "sparq"]
 
 FIFTH = Budget(ratio=0.2)
 EVICTORS: dict[str, dict[str, Any]] = {
@@ -24,17 +21,14 @@ EVICTORS: dict[str, dict[str, Any]] = {
     "h2o": {"n_sink": 4, "mode": "static"},
     "kvcrush": {"base_options": {"n_sink": 4, "w": 8}},
 }
-RETRIEVERS: dict[str, dict[str, Any]] = {
-    "pqcache": {"n_sink": 4, "b": 3},
-    "sparq": {"n_sink": 4, "r": 3},
-    "quest": {"page": 4},
-    "clusterkv": {"n_sink": 4, "tokens_per_cluster": 9, "window": 6, "window_clusters": 2},
-    "oracle": {"n_sink": 4},
-}
+
+
+def options_of(retrieve: str) -> dict[str, Any]:
+    return RETRIEVERS[retrieve] | ({} if retrieve == "quest" else {"n_sink": 4})
 
 
 def both(evict: str = "snapkv", retrieve: str = "pqcache", keep: float = 0.5, **extra: Any) -> EvictRetrieve:
-    options = {**RETRIEVERS[retrieve], **extra.pop("options", {})}
+    options = {**options_of(retrieve), **extra.pop("options", {})}
     return EvictRetrieve(
         evict=evict, evict_options=EVICTORS[evict], keep=keep, retrieve=retrieve, retrieve_options=options,
         **{"budget": FIFTH, **extra},
@@ -53,15 +47,15 @@ def conversation(model: PreTrainedModel, method: Method, chunk: int | None = Non
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("retrieve", RETRIEVE)
+@pytest.mark.parametrize("retrieve", RETRIEVERS)
 @pytest.mark.parametrize("store", ["resident", "host"])
 def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retrieve: str, store: str) -> None:
-    options = {**RETRIEVERS[retrieve], "store": store}
+    options = {**options_of(retrieve), "store": store}
     alone = conversation(llama, method_class(retrieve)(budget=FIFTH, **options))
     torch.testing.assert_close(conversation(llama, both("h2o", retrieve, 1.0, options=options)), alone)
 
 
-@pytest.mark.parametrize("evict", EVICT)
+@pytest.mark.parametrize("evict", EVICTORS)
 @pytest.mark.parametrize("retrieve", ["oracle", "clusterkv"])
 def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict: str, retrieve: str) -> None:
     alone = conversation(llama, method_class(evict)(budget=Budget(ratio=0.4), **EVICTORS[evict]))
@@ -73,7 +67,7 @@ def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict
 @examples(24)
 def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(pick: Pick) -> None:
     """Held: the evictor's tokens, bit by bit, and all generated ones. Attended: sinks, window and k others of them."""
-    seed, lengths, evict, retrieve = pick.seed, pick.some(12, 90), pick(EVICT), pick(RETRIEVE)
+    seed, lengths, evict, retrieve = pick.seed, pick.some(12, 90), pick([*EVICTORS]), pick([*RETRIEVERS])
     group, keep, budget = pick([1, 3]), pick(0.2, 1.0), pick(0.05, 0.8)
     store, dtype = pick(["resident", "host", "block_cache"]), pick([torch.float32, torch.bfloat16])
     steps = pick(1, 9)

@@ -86,16 +86,6 @@ def test_a_new_turn_adds_to_the_sums(llama: PreTrainedModel, mode: str) -> None:
 # -- H2O(C) ------------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.integers(1, 20000), st.floats(0.01, 1.0), st.sampled_from(["kv", "k", "bytes"]))
-def test_compensation_adds_and_never_exceeds_the_prompt(s: int, ratio: float, base: str) -> None:
-    plain, more = (cls(budget=Budget(ratio=ratio)).plan(s, 0, 32).total for cls in (H2O, H2OC))
-    assert plain <= more <= s
-    none = H2OC(budget=Budget(ratio=ratio), comm_base=base, comm_ratio=0)
-    if base != "bytes":
-        assert none.plan(s, 0, 32) == H2O(budget=Budget(ratio=ratio)).plan(s, 0, 32)
-
-
 def test_bytes_follow_the_models_head_dimension(llama: PreTrainedModel) -> None:
     method = H2OC(budget=Budget(ratio=0.25), comm_base="bytes", n_sink=4)
     layer = run(llama, method, 400).layers[0]

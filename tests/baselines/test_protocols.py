@@ -33,6 +33,11 @@ DEFAULTS: list[tuple[str, dict[str, Any], dict[str, Any]]] = [
     ("infinigen", {"protocol": "release"},
      {"alpha": 5.0, "cap": 0.2, "partial_ratio": 0.2, "column_rule": "union", "reduce": "none"}),
     ("infinigen", {"dense_layers": 3}, {"dense_layers": 3}),
+    # one rule for all but the method that cannot choose in its first two; the papers' own where they have one
+    *((name, {}, {"dense_layers": 0}) for name in ("oracle", "pqcache", "sparq", "clusterkv", "quest")),
+    *((name, {"protocol": "paper"}, {"dense_layers": n})
+      for name, n in (("oracle", 0), ("pqcache", 0), ("sparq", 0), ("quest", 2))),
+    *((name, {"protocol": "paper", "dense_layers": 2}, {"dense_layers": 2}) for name in ("oracle", "quest")),
     ("infllm", {"protocol": "paper"}, {"reps": 4, "max_cached_blocks": 32}),
     ("infllm", {"protocol": "release"}, {"reps": 4, "n_sink": 128}),
     ("snapkv", {"protocol": "paper"}, {"w": 32, "kernel": 7, "pooling": "max", "n_sink": 0}),

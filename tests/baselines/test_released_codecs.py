@@ -68,23 +68,6 @@ def test_gear_codes_the_whole_cache_again_at_every_multiple_of_its_buffer() -> N
         assert torch.equal(got[:, 32:], x[0, :, 32:])
 
 
-def test_rows_of_gear_are_coded_when_each_is_due() -> None:
-    method = GEAR(protocol="release", residual=8, rank=2, new_rank=2)
-    k, v = drawn(2, 2, 2, 24, 16), drawn(3, 2, 2, 24, 16)
-    lengths = [15, 12]
-    both = Fed(method, k, v, lengths)
-    alone = [Fed(method, k[r : r + 1, :, :s], v[r : r + 1, :, :s]) for r, s in enumerate(lengths)]
-    for t in range(9):
-        x = drawn(4 + t, 2, 2, 1, 16)
-        both.step(x, x)
-        for r, fed in enumerate(alone):
-            fed.step(x[r : r + 1], x[r : r + 1])
-    assert both.store.k.body == [24, 16] and both.store.k.tails == [0, 5]
-    for r, fed in enumerate(alone):
-        for got, want in zip(both.row(r), fed.row(0), strict=True):
-            torch.testing.assert_close(got, want, rtol=0, atol=1e-5)
-
-
 def test_gears_outliers_are_counted_from_the_channels() -> None:
     """At 4096 channels 40 a side: 80 of a channel's 840 tokens (9.5 %), and every token of a block of 64."""
     x = drawn(0, 1, 32, 64, 128)

@@ -1,5 +1,6 @@
 """repeat_kv: K and V once per query head. A model whose own K and V are repeated is the reference."""
 
+import copy
 import functools
 from typing import Any
 
@@ -7,33 +8,23 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined import KVCrushMixed
-from baselines.h2o import H2O
-from baselines.kvcrush import KVCrush
-from baselines.pyramidkv import PyramidKV
-from baselines.snapkv import SnapKV
 from pqcache.api.drive import logits, tokens
+from pqcache.registry import method_class
 from pqcache.selective import Budget
 from tests.baselines.drive import held, run
+from tests.baselines.test_evictors import EVICTORS
 from tests.invariants.conftest import build
 
 QUARTER: dict[str, Any] = {"budget": Budget(ratio=0.25)}
-METHODS: dict[str, tuple[type, dict[str, Any]]] = {
-    "h2o": (H2O, {"n_sink": 4}),
-    "h2o-static": (H2O, {"mode": "static", "recent": 8, "protocol": "paper"}),
-    "snapkv": (SnapKV, {"n_sink": 4, "w": 8}),
-    "pyramidkv": (PyramidKV, {"n_sink": 0}),
-    "kvcrush": (KVCrush, {"base_options": {"n_sink": 4, "w": 8}}),
-    "kvcrush-paged": (KVCrush, {"base": "h2o", "page": 2, "base_options": {"n_sink": 4}}),
-    "kvcrush_mixed": (KVCrushMixed, {"bits": 4, "group": 8, "base_options": {"n_sink": 4, "w": 8}}),
+METHODS = {
+    name: EVICTORS[name] for name in ("h2o", "h2o-static", "snapkv", "pyramidkv", "kvcrush", "kvcrush-h2o-pages")
 }
+METHODS["kvcrush_mixed"] = {"bits": 4, "group": 8, "base_options": {"n_sink": 4, "w": 8}}
 
 
 @functools.cache
 def repeated() -> PreTrainedModel:
     """The small model of 4 query and 2 KV heads, and one of 4 KV heads that computes the same."""
-    import copy
-
     small = build("llama")
     config = copy.deepcopy(small.config)
     config.num_key_value_heads = config.num_attention_heads
@@ -47,11 +38,11 @@ def repeated() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize(
-    "name", [name if name == "kvcrush" else pytest.param(name, marks=pytest.mark.rest) for name in METHODS]
+    "name", [name if name in ("h2o", "kvcrush") else pytest.param(name, marks=pytest.mark.rest) for name in METHODS]
 )
 def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, name: str) -> None:
     """The same tokens in every query head, the same outputs and bytes; in chunks, in batches, and after a new turn."""
-    cls, hyper = METHODS[name]
+    cls, hyper = method_class(name.partition("-")[0]), METHODS[name]
     ours, reference = cls(**QUARTER, **hyper, repeat_kv=True), cls(**QUARTER, **hyper)
     prompt = {"s": 120, "steps": 6, "turn": 25}
     a, b = run(llama, ours, chunk=50, **prompt), run(repeated(), reference, **prompt)

@@ -4,41 +4,30 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.combined.two_stage import TwoStage, TwoStageIndex
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.index import Index
-from tests.baselines.common import OneLayer, selections
-from tests.drawn import drawn
+from tests.baselines.common import RETRIEVERS, OneLayer, selections
+from tests.drawn import Pick, drawn, examples
 
 SECOND = ["oracle", "pqcache", "sparq"]
-FIRST = ["clusterkv", *SECOND, "quest"]
-
-OPTIONS: dict[str, dict[str, Any]] = {
-    "quest": {"page": 4},
-    "clusterkv": {"tokens_per_cluster": 9, "window": 6, "window_clusters": 2},
-    "pqcache": {"b": 3},
-    "sparq": {"r": 3},
-    "oracle": {},
-}
 
 
 def two(first: str, second: str, **extra: Any) -> TwoStage:
     return TwoStage(
         first=first,
         second=second,
-        first_options=OPTIONS[first],
-        second_options=OPTIONS[second],
+        first_options=RETRIEVERS[first],
+        second_options=RETRIEVERS[second],
         **{"n_sink": 6, "budget": Budget(ratio=0.2), **extra},
     )
 
 
 def alone(second: str, **extra: Any) -> Method:
-    return method_class(second)(**{"n_sink": 6, "budget": Budget(ratio=0.2), **OPTIONS[second], **extra})
+    return method_class(second)(**{"n_sink": 6, "budget": Budget(ratio=0.2), **RETRIEVERS[second], **extra})
 
 
 def stepped(
@@ -56,24 +45,23 @@ def stepped(
     return one, q
 
 
-LAYERS = {
-    "seed": st.integers(0, 10**6),
-    "lengths": st.lists(st.integers(20, 90), min_size=1, max_size=3),
-    "group": st.sampled_from([1, 3]),
-    "dtype": st.sampled_from([torch.float32, torch.bfloat16]),
-}
-PAIRS = {"first": st.sampled_from(FIRST), "second": st.sampled_from(SECOND)}
-REDUCE = st.sampled_from(["sum_softmax", "none", "max_logit"])
-STORES = st.sampled_from(["resident", "host", "block_cache"])
+def drawn_pair(pick: Pick) -> tuple[str, str, str, dict[str, Any]]:
+    """Two stages, how heads are joined, and a layer."""
+    layer = {
+        "seed": pick.seed,
+        "lengths": pick.some(20, 90),
+        "group": pick([1, 3]),
+        "dtype": pick([torch.float32, torch.bfloat16]),
+    }
+    return pick([*RETRIEVERS]), pick(SECOND), pick(["sum_softmax", "none", "max_logit"]), layer
 
 
-@settings(max_examples=24, deadline=None)
-@given(**LAYERS, **PAIRS, reduce=REDUCE, shortlist=st.floats(1, 4), store=STORES, steps=st.integers(1, 9))
-def test_the_choice_is_the_second_stages_best_of_the_shortlist(
-    first: str, second: str, reduce: str, shortlist: float, store: str, **layer: Any
-) -> None:
+@examples(24)
+def test_the_choice_is_the_second_stages_best_of_the_shortlist(pick: Pick) -> None:
     """Every selected token is a candidate on its shortlist, and no token left on it scores higher; k of them, if it has k."""
-    one, q = stepped(two(first, second, reduce=reduce, shortlist=shortlist, store=store), **layer)
+    (first, second, reduce, layer), shortlist = drawn_pair(pick), pick(1.0, 4.0)
+    method = two(first, second, reduce=reduce, shortlist=shortlist, store=pick(["resident", "host", "block_cache"]))
+    one, q = stepped(method, **layer, steps=pick(1, 9))
     group = layer["group"]
     index, cand, h_kv = one.layer.index, one.layer.selected.candidates, 2
     assert isinstance(index, TwoStageIndex)
@@ -107,10 +95,10 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(
     assert torch.equal(again.indices, chosen)
 
 
-@settings(max_examples=16, deadline=None)
-@given(**LAYERS, **PAIRS, reduce=REDUCE)
-def test_everything_shortlisted_is_the_second_stage_alone(first: str, second: str, reduce: str, **layer: Any) -> None:
+@examples(16)
+def test_everything_shortlisted_is_the_second_stage_alone(pick: Pick) -> None:
     """By the short cut, and by ranking a list of all candidates."""
+    first, second, reduce, layer = drawn_pair(pick)
     one, q = stepped(two(first, second, reduce=reduce, shortlist=1e6), **layer)
     other, _ = stepped(alone(second, reduce=reduce), **layer)
     if one.layer.selected.indices is None:  # rows that attend everything
@@ -130,9 +118,9 @@ def test_everything_shortlisted_is_the_second_stage_alone(first: str, second: st
 def test_a_shortlist_of_k_before_the_oracle_is_the_first_stage_alone(llama: PreTrainedModel, first: str) -> None:
     options = {"n_sink": 8, "budget": Budget(ratio=0.2)}
     ours = selections(
-        llama, TwoStage(first=first, second="oracle", shortlist=1, first_options=OPTIONS[first], **options), 120, 12
+        llama, TwoStage(first=first, second="oracle", shortlist=1, first_options=RETRIEVERS[first], **options), 120, 12
     )
-    theirs = selections(llama, method_class(first)(**options, **OPTIONS[first]), 120, 12)
+    theirs = selections(llama, method_class(first)(**options, **RETRIEVERS[first]), 120, 12)
     assert len(ours) == len(theirs) == 36
     for (_, a), (_, b) in zip(ours, theirs, strict=True):
         assert torch.equal(a.indices, b.indices)

@@ -11,8 +11,7 @@ from transformers import PreTrainedModel
 
 import pqcache
 from baselines.full import Full
-from pqcache.api.drive import tokens
-from pqcache.selective import SelectiveCache, generate
+from pqcache.selective import SelectiveCache
 from pqcache.selective.support import accelerator
 
 ROOT = Path(__file__).parents[2]
@@ -47,23 +46,6 @@ except ImportError:
 def test_nothing_of_it_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("only kernels=auto imports it\n"), done.stderr[-2000:]
-
-
-def test_a_step_of_a_cpu_or_of_torch_asks_no_kernel(llama: PreTrainedModel, pretended: None) -> None:
-    """The choice is made once, when the cache is made."""
-    ids = torch.tensor([tokens(60, 1)])
-    called: list[str] = []
-
-    def trace(frame, event, _):
-        if event == "call":
-            called.append(frame.f_code.co_filename)
-
-    sys.setprofile(trace)
-    try:
-        generate(llama, Full(), ids, max_new_tokens=4)
-    finally:
-        sys.setprofile(None)
-    assert any("selective/dense" in name for name in called) and not any("pqcache/device" in name for name in called)
 
 
 def test_auto_without_a_gpu_is_torch_and_says_so(llama: PreTrainedModel) -> None:

@@ -6,7 +6,7 @@ from transformers import PreTrainedTokenizerBase
 from pqcache.embedded.needle_pocket import chat_length, make_samples, score
 
 
-@pytest.mark.parametrize("length", [96, 128, 300, 1024, 2048, 4096])
+@pytest.mark.parametrize("length", [96, 300, 4096])
 def test_length(tok: PreTrainedTokenizerBase, length: int) -> None:
     for sample in make_samples(6, length, 2, tok):
         tokens = chat_length(tok, sample["prompt"])
@@ -33,16 +33,13 @@ def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrained
     ("response", "points"),
     [
         ("The code of Balot is one two three four.", 100.0),
-        ("The code of Balot is one two three four", 100.0),
         ("It is one two three four five", 100.0),
         ("The code of Balot is one three two four.", 50.0),
         ("The code of Balot is two three four.", 0.0),  # nothing at its place
         ("The code of Balot is one", 25.0),
         ("The code of Balot is ", 0.0),
-        ("The code of Balot is", 0.0),
         ("one two three four", 0.0),
         ("", 0.0),
-        (" is  is ", 0.0),
         ("The code is \n one,  two\nthree four\x00", 100.0),
     ],
 )

@@ -151,7 +151,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         },
     ],
     "kivi": [{"group": 8, "residual": 16}],
-    "gear": [{"outliers": 0.1, "residual": 8}, {"bits": 2, "backbone": "kivi", "group": 8, "residual": 16}],
+    "gear": [
+        {"outliers": 0.1, "residual": 8},
+        {"bits": 2, "backbone": "kivi", "group": 8, "residual": 16},
+        {"protocol": "release", "residual": 9},  # a prompt of 90 is coded
+    ],
     "kvcrush_mixed": [{"bits": 2, "group": 8, "rep_ratio": 0.5, "base_options": {"n_sink": 4, "w": 8}}],
     "evict_retrieve": [
         {"evict_options": {"n_sink": 8, "w": 8}, "keep": 0.6, "retrieve_options": {"n_sink": 8, "b": 3}},

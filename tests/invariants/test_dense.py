@@ -1,19 +1,11 @@
 """Every method's no-op setting equals the stock cache, on every architecture, through forward, generate and beam search."""
 
-import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.infinigen import InfiniGen
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.sparq import SparQ
 from pqcache.api import invariants
 from pqcache.api.drive import Session, logits, tokens
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, SelectiveCache, attach
-from pqcache.selective.retrieval import RetrievalMethod
+from pqcache.selective import SelectiveCache, attach
 from tests.invariants.cases import Case
 
 STEPS = [[t] for t in tokens(14, 9)]
@@ -80,24 +72,3 @@ def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) ->
         with attach(model):
             ours = run(SelectiveCache(model, case.noop()))
     case.close(ours, stock)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("cls", "aligned", "paper"),
-    [(Oracle, 0, 0), (PQCache, 0, 0), (SparQ, 0, 0), (ClusterKV, 0, 2), (Quest, 0, 2), (InfiniGen, 2, 2)],
-)
-def test_first_layers_of_retrieval_methods(
-    llama: PreTrainedModel, cls: type[RetrievalMethod], aligned: int, paper: int
-) -> None:
-    """One rule for all but the method that cannot choose in its first two; the papers' own where they have one."""
-    for extra, dense in (({}, aligned), ({"protocol": "paper"}, paper), ({"dense_layers": 2, "protocol": "paper"}, 2)):
-        short = {"calibration_tokens": 32} if cls is InfiniGen else {}
-        method = cls(budget=Budget(tokens=64), **extra, **short)
-        assert method.dense_layers == dense
-        calls: list[tuple[int, object]] = []
-        cache = SelectiveCache(llama, method)
-        cache.observers.append(lambda layer, q, selected, calls=calls: calls.append((layer.layer_idx, selected)))
-        with attach(llama):
-            Session(llama, cache, [tokens(120, 1)]).step([5])
-        assert [layer for layer, selected in calls if selected is not None] == list(range(dense, 3))

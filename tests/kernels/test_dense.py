@@ -2,12 +2,9 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig
 
-from baselines.full import Full
-from baselines.streaming import StreamingLLM
 from pqcache import kernels
-from pqcache.selective import Budget, SelectiveCache, attach, attention
+from pqcache.selective import attention
 from tests.drawn import examples
 from tests.threads import threads
 
@@ -88,41 +85,15 @@ def test_who_is_served() -> None:
     assert not attend.serves(q, k.transpose(2, 3).contiguous().transpose(2, 3), k)
 
 
-@pytest.mark.parametrize("method", [Full(), StreamingLLM(budget=Budget(ratio=0.5))], ids=["full", "streaming"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_decode_steps_use_it(method, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows of different lengths, padded on the left: the same logits as without the kernel."""
-    config = LlamaConfig(
-        vocab_size=97, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, head_dim=16, max_position_embeddings=256,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+def test_steps_of_rows_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of different lengths: the same as without the kernel."""
     calls, attend_all = [], attend.attend_all
-
-    def counted(*args):
-        calls.append(args[3])
-        return attend_all(*args)
-
-    monkeypatch.setattr(attend, "attend_all", counted)
-    monkeypatch.setattr(attention, "NATIVE_FROM", 0)
-    ids = torch.randint(3, 90, (2, 40), generator=torch.Generator().manual_seed(0))
-    mask = torch.ones_like(ids)
-    mask[1, :15] = 0
-
-    def logits() -> torch.Tensor:
-        cache, whole = SelectiveCache(model, method), mask
-        cache.begin([40, 25], left_padded=True)
-        with attach(model), torch.no_grad():
-            model(input_ids=ids, attention_mask=whole, past_key_values=cache)
-            for step in range(3):
-                whole = torch.cat([whole, whole.new_ones(2, 1)], 1)
-                out = model(input_ids=ids[:, step : step + 1], attention_mask=whole, past_key_values=cache)
-        return out.logits
-
-    native = logits()
-    assert len(calls) == 3 * model.config.num_hidden_layers and calls[0][0] != calls[0][1]
+    monkeypatch.setattr(attend, "attend_all", lambda *args: (calls.append(args[3]), attend_all(*args))[1])
+    q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, attention.NATIVE_FROM + 40, 16)
+    lengths = [k.shape[2], k.shape[2] - 15]
+    native = attention.attend_rows(q, k, v, lengths, 0.25)
+    assert calls == [lengths]
     with kernels.without_numba():
-        plain = logits()
-    assert len(calls) == 3 * model.config.num_hidden_layers
-    torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5 if dtype == torch.float32 else 2e-2)
+        plain = attention.attend_rows(q, k, v, lengths, 0.25)
+    assert len(calls) == 1
+    torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5)

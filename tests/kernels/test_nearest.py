@@ -55,36 +55,20 @@ def test_ties_go_to_the_lower_index():
     assert nearest.nearest(x, centroids, torch.zeros(1, 1, 4))[0].eq(3).all()
 
 
-def test_the_number_of_threads_does_not_change_the_result():
-    x = points(3, 9000, 16, 0)
-    results = []
+def equal(a: tuple, b: tuple) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def test_it_does_not_matter_who_computes_or_how_points_are_stored():
+    """Threads; some of the groups; points of a buffer that do not lie side by side."""
+    x, zero = points(4, 9000, 64, 0)[:, :, 16:32], torch.zeros(4, 1, 16)
+    expected, moments = nearest.nearest(x.contiguous(), x[:, :20], zero, add=True), nearest.moments(x.contiguous())
     for number in (1, 2, 3):
         with threads(number):
-            results.append(nearest.nearest(x, x[:, :20], x.mean(1, keepdim=True), add=True))
-            results.append(nearest.moments(x))
-    for later in results[2::2]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], later, strict=True))
-    for later in results[3::2]:
-        assert all(torch.equal(a, b) for a, b in zip(results[1], later, strict=True))
-
-
-def test_some_of_the_groups():
-    x = points(4, 300, 8, 1)
+            assert equal(nearest.nearest(x, x[:, :20], zero, add=True), expected) and equal(nearest.moments(x), moments)
     chosen = torch.tensor([2, 0])
-    middle = x.mean(1, keepdim=True)[chosen]
-    some = nearest.nearest(x, x[chosen, :9] - middle, middle, [2, 0], add=True)
-    alone = nearest.nearest(x[chosen], x[chosen, :9] - middle, middle, add=True)
-    assert all(torch.equal(a, b) for a, b in zip(some, alone, strict=True))
-
-
-def test_points_of_a_buffer_that_do_not_lie_side_by_side():
-    wide = points(2, 500, 64, 2)
-    part = wide[:, :, 16:32]
-    a = nearest.nearest(part, part[:, :10], torch.zeros(2, 1, 16), add=True)
-    b = nearest.nearest(part.contiguous(), part[:, :10], torch.zeros(2, 1, 16), add=True)
-    assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
-    for native, copied in zip(nearest.moments(part), nearest.moments(part.contiguous()), strict=True):
-        assert torch.equal(native, copied)
+    some = nearest.nearest(x, x[chosen, :20], zero[chosen], [2, 0], add=True)
+    assert equal(some, tuple(part[chosen] for part in expected))
 
 
 @pytest.mark.parametrize("offset", [0.0, 30.0])

@@ -20,9 +20,17 @@ from tests.threads import threads
 pytest.importorskip("numba")
 from pqcache.kernels import packed
 
+WHOLE = {  # groups of channels that fill registers: their steps are applied there
+    "kivi 2, whole": KIVI(group=32, residual=32),
+    "kivi 4, whole": KIVI(bits=4, group=32, residual=32),
+    "kivi 8, whole": KIVI(bits=8, group=64, residual=64),
+    "mikv, whole": MiKV(budget=mean_bits(6), gap=8, bits_high=8, group=32),
+    "gear kivi, whole": GEAR(bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
+}
 CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head dimension
     ([150, 150], 9, 3, 64),
     ([50, 133], 11, 2, 32),
+    ([300], 13, 4, 16),
     # each size of a block is compiled apart, which takes a while
     pytest.param([70, 70], 3, 1, 32, marks=pytest.mark.rest),
     pytest.param([50, 133], 11, 5, 16, marks=pytest.mark.rest),
@@ -30,49 +38,14 @@ CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head di
 ]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [*METHODS, *WHOLE])
 @pytest.mark.parametrize(("lengths", "steps", "group", "d"), CASES)
-def test_equals_attention_over_decoded_tokens(name: str, lengths: list[int], steps: int, group: int, d: int) -> None:
-    store = store_of(METHODS[name], lengths, steps, seed=1, d=d)
-    q = drawn(9, len(lengths), 2 * group, 1, d)
-    for run in store.runs(exact=True)[0]:
-        assert packed.serves(q, run)
-        out, lse = packed.attend_codes(q, [run], d**-0.5)
-        counts = torch.tensor(run.counts).repeat_interleave(group, 1)[:, :, None, None]
-        k, v = decoded(run.k), decoded(run.v)
-        want = partial(q, k, v, d**-0.5, torch.arange(k.shape[2]) < counts)
-        torch.testing.assert_close(out, want.out, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
-
-
-WHOLE = {  # groups of channels that fill registers: their steps are applied there
-    "kivi 2": KIVI(group=32, residual=32),
-    "kivi 4": KIVI(bits=4, group=32, residual=32),
-    "kivi 8": KIVI(bits=8, group=64, residual=64),
-    "mikv": MiKV(budget=mean_bits(6), gap=8, bits_high=8, group=32),
-    "gear kivi": GEAR(bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
-}
-
-
-@pytest.mark.parametrize("name", WHOLE)
-def test_groups_of_whole_registers(name: str) -> None:
-    store = store_of(WHOLE[name], [270], 5, seed=10, d=64)
-    q = drawn(11, 1, 8, 1, 64)
-    with kernels.plain_torch():
-        want = attend_coded(q, store, 0.125)
-    runs, read = store.runs(exact=True)
-    assert read == store.lengths and all(packed.serves(q, run) for run in runs)
-    out, lse = packed.attend_codes(q, runs, 0.125)
-    torch.testing.assert_close(out, want.out, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["int8", "kivi 2", "zipcache", "mikv", "gear", "gear kivi"])
-@pytest.mark.parametrize("workers", [1, 2])
-def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_equals_that_of_plain_torch(
+    name: str, lengths: list[int], steps: int, group: int, d: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Runs, tails and all; the packed tokens really go to the kernel, in several parts where there are threads."""
-    store = store_of(METHODS[name], [300], 13, seed=2)
-    q = drawn(3, 1, 8, 1, 16)
+    d = 64 if name in WHOLE else d
+    store, q = store_of((METHODS | WHOLE)[name], lengths, steps, 2, d=d), drawn(3, len(lengths), 2 * group, 1, d)
     with kernels.plain_torch():
         want = attend_coded(q, store, 0.25)
     tasks = []
@@ -83,9 +56,11 @@ def test_a_step_equals_that_of_plain_torch(name: str, workers: int, monkeypatch:
         run(kernel, count, *args, **cost)
 
     monkeypatch.setattr(packed, "run", counted)
-    with threads(workers):
+    with threads(2):
         got = attend_coded(q, store, 0.25)
-    assert tasks and max(tasks) >= 2 * workers
+    runs = store.runs(exact=True)[0]
+    assert all(packed.serves(q, run) for run in runs)
+    assert len(lengths) > 1 or (runs and max(tasks) >= 4)
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)
 

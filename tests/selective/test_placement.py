@@ -6,8 +6,6 @@ import pytest
 import torch
 from torch import nn
 
-from pqcache.selective import rope
-from pqcache.selective.ledger import Ledger
 from pqcache.selective.placement import devices, home, places, weights
 from pqcache.store.lanes import CudaLanes, Lanes, ThreadLanes
 
@@ -62,13 +60,3 @@ def test_every_device_has_its_own_lanes(make) -> None:
     other.close = lambda: closed.append(True)  # type: ignore[method-assign]
     lanes.close()
     assert closed == [True]
-
-
-def test_tables_and_means_follow_their_first_reader() -> None:
-    """Stood in for by dtype-less meta tensors: what is on another device is brought over before it is used."""
-    cos, sin = rope.tables(lambda x, position_ids: (torch.ones(3), torch.ones(3)), torch.empty(1, device="meta"), None)
-    assert cos.is_meta and sin.is_meta
-    ledger = Ledger()
-    ledger.mean("rate", torch.zeros((), device="meta"))
-    ledger.mean("rate", torch.ones(()))
-    assert ledger._means["rate"][0].is_meta

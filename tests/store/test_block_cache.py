@@ -9,28 +9,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.sparq import SparQ
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.registry import method_class
+from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
-from tests.baselines.common import random_layer
+from tests.baselines.common import RETRIEVERS, random_layer
 from tests.store.cache_tables import check_cache, held
 from tests.thin import thin
 
 SMALL: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
-POLICIES: dict[str, tuple[type[Method], dict[str, Any]]] = {
-    "pqcache": (PQCache, {"n_sink": 8, "b": 4}),
-    "pqcache-per-query-head": (PQCache, {"n_sink": 8, "b": 4, "reduce": "none"}),
-    "quest": (Quest, {"page": 4}),
-    "sparq": (SparQ, {"n_sink": 8, "r": 2}),
-    "clusterkv": (ClusterKV, {"n_sink": 8, "tokens_per_cluster": 10, "window": 12, "window_clusters": 3}),
-    "oracle": (Oracle, {"n_sink": 8}),
-}
+POLICIES = {name: options | ({} if name == "quest" else {"n_sink": 8}) for name, options in RETRIEVERS.items()}
+POLICIES["pqcache-per-query-head"] = {**POLICIES["pqcache"], "reduce": "none"}
 
 
 class Naive:
@@ -123,7 +114,7 @@ def test_the_published_lfu_trace() -> None:
 @pytest.mark.parametrize("policy", ["lru", "lfu", "paying"])
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
     """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""
-    cls, hyper = POLICIES[name]
+    cls, hyper = method_class(name.partition("-")[0]), POLICIES[name]
     prompt, fed = [tokens(160, 1), tokens(70, 2), tokens(5, 3)], [[t, t, t] for t in tokens(30, 3)]
     results, caches = [], []
     for cache_policy in ("none", policy):
