@@ -56,34 +56,26 @@ class Driver:
         ctx.scaling = self.d**-0.5
         return ctx, at
 
-    def feed(self, q, k, v, lengths: list[int], *, decode: bool = False, chunk: int | None = None) -> torch.Tensor:
+    def feed(self, q, k, v, lengths: list[int], *, decode: bool = False) -> torch.Tensor:
         """q (n, h, t, d), k, v (n, h_kv, t, d), row r's last lengths[r] columns real. Returns (n, t, h, d)."""
         n, t = q.shape[0], q.shape[2]
         past = self.past or [0] * n
         final = [a + b for a, b in zip(past, lengths)]
-        out = []
-        for start in range(0, t, chunk or t):
-            part = slice(start, min(t, start + (chunk or t)))
-            width = part.stop - start
-            counts = [min(width, max(0, part.stop - (t - length))) for length in lengths]
-            step = Step(decode, width, past, counts, final, not decode and part.stop == t, first=self.columns == 0)
-            self.layer.check_step(step)
-            self.ledger.decoding = decode
-            ctx, _ = self.context(step, width, n)
-            turned = [
-                rope.rotate(self.module, x[:, :, part].to(self.dtype), ctx.cos, ctx.sin).to(self.dtype) for x in (q, k)
-            ]
-            mask = None
-            if step.padded:
-                pads = torch.tensor([width - c for c in counts])[:, None, None]
-                query, key = torch.arange(width)[:, None], torch.arange(width)[None]
-                mask = (((key <= query) & (key >= pads)) | (query < pads))[:, None]
-            out.append(self.layer.attend(*turned, v[:, :, part].to(self.dtype), mask, ctx))
-            past, self.columns = step.total, self.columns + width
-        self.past = past
+        step = Step(decode, t, past, lengths, final, ends_prompt=not decode, first=self.columns == 0)
+        self.layer.check_step(step)
+        self.ledger.decoding = decode
+        ctx, _ = self.context(step, t, n)
+        turned = [rope.rotate(self.module, x.to(self.dtype), ctx.cos, ctx.sin).to(self.dtype) for x in (q, k)]
+        mask = None
+        if step.padded:
+            pads = torch.tensor([t - c for c in lengths])[:, None, None]
+            query, key = torch.arange(t)[:, None], torch.arange(t)[None]
+            mask = (((key <= query) & (key >= pads)) | (query < pads))[:, None]
+        out = self.layer.attend(*turned, v.to(self.dtype), mask, ctx)
+        self.past, self.columns = step.total, self.columns + t
         if decode:
             self.ledger.end_step()
-        return torch.cat(out, 1)
+        return out
 
 
 def turn(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:

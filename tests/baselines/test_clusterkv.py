@@ -180,27 +180,23 @@ def test_the_cache_of_the_last_steps_changes_bytes_only(llama: PreTrainedModel, 
 
 
 @examples(6)
-def test_hit_rates_of_clusters_and_tokens(pick: Pick) -> None:
-    """Against sets: clusters as the paper's simulator counts them, tokens as they really cross, and their chance level."""
+def test_hit_rates_of_clusters(pick: Pick) -> None:
+    """Against sets, as the paper's simulator counts them."""
     seed, lengths, group, memory = pick.seed, pick.some(100, 160), pick([1, 3]), pick(1, 3)
-    reduce = pick(["none", "sum_softmax"])
-    n = len(lengths)
+    n, k = len(lengths), drawn(seed, len(lengths), 2, max(lengths), 8)
     method = ClusterKV(
-        n_sink=6, tokens_per_cluster=7, window=5, window_clusters=2, store="host", cache_steps=memory, reduce=reduce,
-        budget=Budget(tokens=64), budget_rule="prompt",
+        n_sink=6, tokens_per_cluster=7, window=5, window_clusters=2, store="host", cache_steps=memory,
+        reduce=pick(["none", "sum_softmax"]), budget=Budget(tokens=64), budget_rule="prompt",
     )  # fmt: skip
-    k = drawn(seed, n, 2, max(lengths), 8)
     one = OneLayer(method, k, k, 2 * group, lengths)
     clusters: list[list[set[int]]] = []
-    chosen: list[list[set[int]]] = []
-    rates, hits, lookups, chance = [], 0, 0, 0.0
+    rates = []
     for step in range(7):
         q, new = drawn(seed + 1 + step, n, 2 * group, 1, 8), drawn(seed + 20 + step, n, 2, 1, 8)
         one.step(q, new, new)
-        index = one.layer.index
+        index, now = one.layer.index, []
         weights = index.weights(q, 2, 8**-0.5)
         heads = weights.shape[1]
-        now, tokens_now = [], []
         for row in range(n):
             ranked, counts = [], []
             for head in range(heads):
@@ -211,21 +207,11 @@ def test_hit_rates_of_clusters_and_tokens(pick: Pick) -> None:
                 counts.append(next(i for i, f in enumerate(filled) if f >= 58) + 1)
                 ranked.append(order)
             now += [set(order[: max(counts)]) for order in ranked]
-            tokens_now += [set(head.tolist()) for head in one.selected[row]]
-        for i, mine in enumerate(now):
-            if step >= memory:
-                rates.append(len(mine & set().union(*(before[i] for before in clusters[-memory:]))) / len(mine))
-            known = set().union(*(before[i] for before in chosen[-memory:]))
-            hits += len(tokens_now[i] & known)
-            lookups += 58
-            hi = one.layer.selected.candidates.ends[i // heads]
-            chance += 58 * min(1.0, len(known) / (hi - 6))
+        if step >= memory:
+            before = [set().union(*(old[i] for old in clusters[-memory:])) for i in range(len(now))]
+            rates += [len(mine & known) / len(mine) for mine, known in zip(now, before, strict=True)]
         clusters.append(now)
-        chosen.append(tokens_now)
-    figures = one.ledger.reported()
-    assert figures["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
-    assert (figures["cache_hits"], figures["cache_lookups"]) == (hits, lookups)
-    assert figures["cache_chance_hits"] == pytest.approx(chance)
+    assert one.ledger.reported()["cluster_hit_rate"] == pytest.approx(sum(rates) / len(rates))
 
 
 def test_the_released_evaluation_attends_every_generated_token() -> None:

@@ -40,14 +40,6 @@ def test_toy_example_by_hand() -> None:
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
 
 
-def test_the_random_anchor_is_the_seeds_and_the_layers() -> None:
-    signature = torch.zeros(3, 64, dtype=torch.bool)
-    a, b, c = crush(anchor="random"), crush(anchor="random"), crush(anchor="random", seed=1)
-    assert torch.equal(a.anchor_bits(signature, 0), b.anchor_bits(signature, 0))
-    assert not torch.equal(a.anchor_bits(signature, 0), a.anchor_bits(signature, 1))
-    assert not torch.equal(a.anchor_bits(signature, 0), c.anchor_bits(signature, 0))
-
-
 # -- representatives ---------------------------------------------------------------------------------------------------
 
 
@@ -152,18 +144,6 @@ def test_paged_h2o_is_pages_by_summed_scores() -> None:
     for head, slots in enumerate(choose(crush(page=8, rep_ratio=0), scores, Plan(0, 8, 24))):
         pages = sorted({slot // 8 for slot in slots if slot < 64})
         assert pages == sorted(sums[head].topk(3).indices.tolist())
-
-
-@settings(max_examples=24, deadline=None)
-@given(st.integers(1, 40), st.integers(1, 30), st.integers(1, 4), st.integers(0, 99))
-def test_kmeans_represents_as_many_as_asked(n: int, reps: int, distinct: int, seed: int) -> None:
-    """Also where keys repeat and clusters stay empty; every group of equal keys is represented while there is room."""
-    keys = 10.0 * torch.randint(0, distinct, (n, 1), generator=torch.Generator().manual_seed(seed)).expand(n, 4)
-    got = kmeans_representatives(keys, reps).tolist()
-    assert len(set(got)) == len(got) == min(n, reps)
-    assert max(got) < n
-    if reps >= len(set(keys[:, 0].tolist())):
-        assert set(keys[got, 0].tolist()) == set(keys[:, 0].tolist())
 
 
 def test_kmeans_picks_the_member_nearest_to_each_centre() -> None:

@@ -8,18 +8,7 @@ from transformers import PreTrainedModel
 
 from pqcache.api.drive import logits, pad_left, tokens
 from pqcache.registry import method_class
-from pqcache.selective import (
-    NonFinite,
-    OwnPrefill,
-    Prefill,
-    Request,
-    SelectiveCache,
-    attach,
-    generate,
-    generate_batch,
-    record_batch,
-    time_batch,
-)
+from pqcache.selective import NonFinite, Request, SelectiveCache, attach, generate, generate_batch, time_batch
 from tests.invariants.cases import CASES, Case, each_kind, every_kind
 
 # (prompt tokens, new tokens, question tokens): rows end one after the other, and are dropped
@@ -64,28 +53,6 @@ def test_rows_in_chunks(llama: PreTrainedModel, kind: Case) -> None:
         batch = [Request(tokens(61, seed), 5) for seed in (1, 2)]
     results = generate_batch(llama, kind.make(), batch, prefill_chunk=CHUNK)
     assert [r.token_ids for r in results if not isinstance(r, NonFinite)] == [alone(llama, kind, one) for one in batch]
-
-
-@pytest.fixture(scope="module")
-def recordings() -> dict[str, Prefill]:
-    return {}
-
-
-@pytest.mark.rest
-@each_kind
-def test_rows_from_one_recording(llama: PreTrainedModel, kind: Case, recordings: dict[str, Prefill]) -> None:
-    batch = requests()
-    if not recordings:
-        recordings["batch"] = record_batch(llama, batch)
-    recorded = recordings["batch"]
-    if kind.sparse_prefill:
-        with pytest.raises(OwnPrefill):
-            generate_batch(llama, kind.make(), batch, prefill=recorded)
-        return
-    results = generate_batch(llama, kind.make(), batch, prefill=recorded)
-    assert [r.token_ids for r in results if not isinstance(r, NonFinite)] == [alone(llama, kind, one) for one in batch]
-    with pytest.raises(ValueError, match="prefill of other prompts"):
-        generate_batch(llama, kind.make(), batch[::-1], prefill=recorded)
 
 
 @torch.no_grad()

@@ -43,21 +43,6 @@ def test_generate_with_left_padding_and_beams_equals_stock(model: PreTrainedMode
     assert torch.equal(stock, ours)
 
 
-def test_generate_in_prefill_chunks(model: PreTrainedModel, case: Case) -> None:
-    """`generate` with chunks needs the prompt's length told; the result is that of one block."""
-    ids = torch.tensor([tokens(70, 6)])
-    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "attention_mask": torch.ones_like(ids)}
-    with attach(model):
-        whole = model.generate(ids, past_key_values=SelectiveCache(model, case.make()), **options)
-
-        def chunked() -> torch.Tensor:
-            cache = SelectiveCache(model, case.make())
-            cache.begin([70])
-            return model.generate(ids, past_key_values=cache, prefill_chunk_size=17, **options)
-
-        case.same_in_chunks(chunked, whole)
-
-
 def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) -> None:
     def run(cache):
         session = Session(model, cache, [tokens(50, 7)])

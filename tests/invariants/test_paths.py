@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 from pqcache.api import invariants
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
+from pqcache.selective import Budget, SelectiveCache, attach
 from tests.invariants.cases import Case
 
 STEPS = tokens(14, 20)  # more than the local window of most prompts here
@@ -30,19 +30,6 @@ def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Ca
     prompt, steps = [tokens(50, 22)], [[t] for t in STEPS[:4]]
     whole = logits(model, case.make(), prompt, steps)
     case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=1), whole)
-
-
-@pytest.mark.rest
-def test_token_budget_in_a_padded_batch(model: PreTrainedModel, case: Case) -> None:
-    rows = [tokens(100, 40), tokens(50, 41)]
-    steps = [[t, t + 1] for t in STEPS[:9]]
-    try:
-        method = case.make(budget=Budget(tokens=64))
-    except NotApplicable:
-        pytest.skip("takes a share of the codes' bits only")
-    batch = logits(model, method, rows, steps)
-    for r, row in enumerate(rows):
-        case.close(batch[r : r + 1], logits(model, method, [row], [[column[r]] for column in steps]))
 
 
 def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:

@@ -11,7 +11,6 @@ import torch
 from pqcache.selective import Budget, LayerContext, ModelShape
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.store.buffer import Buffer
 from tests.baselines.common import OneLayer
 
 N_SINK, SHAPE = 4, ModelShape(n_layers=1, h=4, h_kv=2, d=8)
@@ -112,25 +111,3 @@ def test_the_remainder_may_be_estimated_per_kv_head_or_per_query_head(mean_heads
     method = Sampler(budget=Budget(ratio=0.4), mean_heads=mean_heads)
     layer, given, out = one_step(method, [60, 41])
     torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
-
-
-class Kept(Index):
-    """State of every kind that `per_row` may name."""
-
-    per_row = ("tensor", "buffer", "counts", "later")
-
-    def __init__(self) -> None:
-        self.tensor: torch.Tensor | None = torch.arange(6.0).view(3, 2)
-        self.buffer = Buffer(3, 1, (), torch.float32, torch.device("cpu"))
-        self.buffer.write(torch.arange(3.0)[:, None, None], [0, 0, 0], [1, 1, 1])
-        self.counts = [5, 6, 7]
-        self.later: torch.Tensor | None = None
-
-
-def test_state_named_per_row_follows_the_rows_and_is_counted() -> None:
-    index = Kept()
-    index.map_rows(torch.tensor([2, 0, 0, 1]))
-    assert index.tensor is not None and index.tensor[:, 0].tolist() == [4, 0, 0, 2]
-    assert index.buffer.data[:, 0, 0].tolist() == [2, 0, 0, 1]
-    assert index.counts == [7, 5, 5, 6] and index.later is None
-    assert index.tensors() == {"device": [index.tensor, index.buffer.data]}
