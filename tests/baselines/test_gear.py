@@ -115,33 +115,6 @@ def test_blocks_stay_as_they_are(pick: Pick) -> None:
     check()
 
 
-@examples(6)
-def test_chosen_tokens_and_tiles_equal_the_whole(pick: Pick) -> None:
-    seed, s, backbone, dtype = pick.seed, pick(17, 60), pick(["kcvt", "kivi"]), pick(DTYPES)
-    heads = pick([1, 2, 6])
-    k, v = drawn(seed, 2, 2, s, 8, dtype=dtype), drawn(seed + 1, 2, 2, s, 8, dtype=dtype)
-    fed = Fed(GEAR(backbone=backbone, group=4, outliers=0.2, residual=4), k, v, [s, s - 9])
-    fed.steps(*(drawn(seed + i, 2, 2, 18, 8, dtype=dtype) for i in (2, 3)))
-    store, length = fed.store, s + 9
-    whole = store.view()
-    indices = torch.randint(0, length, (2, heads, 7), generator=torch.Generator().manual_seed(seed))
-    group = max(1, heads // 2)
-    for stream, x in zip((store.k, store.v), whole, strict=True):
-        wide = x.repeat_interleave(group, 1)
-        every = indices.expand(2, 2, -1) if heads == 1 else indices
-        want = wide.gather(2, every[..., None].expand(-1, -1, -1, 8))
-        torch.testing.assert_close(stream.take(indices, group), want, rtol=1e-5, atol=1e-5)
-    for lo, hi in ((0, 3), (5, 9), (3, length), (s - 2, s + 5)):
-        for part, x in zip(store.tile(lo, hi), whole, strict=True):
-            torch.testing.assert_close(part[:, :, : length - lo], x[:, :, lo : min(hi, length)], rtol=1e-5, atol=1e-5)
-    kept = torch.tensor([*range(3, 16), length - 1]).expand(2, 2, -1)
-    store.retain(kept, [14, 14])
-    assert store.lengths == [14, 14]
-    for part, x in zip(store.view(), whole, strict=True):
-        assert (part - x[:, :, kept[0, 0]]).abs().max() < 0.6  # a new block, with ranges of its own
-    fed.step(k[:, :, :1], v[:, :, :1])
-
-
 def test_long_blocks_have_wide_positions() -> None:
     k = drawn(0, 1, 1, 40000, 2)
     fed = Fed(GEAR(outliers=0.01, **PLAIN), k[:, :, :100], k[:, :, :100])

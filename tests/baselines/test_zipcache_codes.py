@@ -117,35 +117,6 @@ def test_later_tokens(pick: Pick) -> None:
                 assert now.isfinite().all()
 
 
-@examples(8)
-def test_dropped_tokens_leave_the_others_as_they_were(pick: Pick) -> None:
-    lengths, by, segment = pick.some(1, 90), pick(["channel", "token", "cst", "group"]), pick([False, True])
-    seed = pick.seed
-    pair, n = codec_pair(by, segment), len(lengths)
-    pack(pair, drawn(seed, n, 2, max(lengths), 8), [0] * n, lengths, seed)
-    pack(pair, drawn(seed + 1, n, 2, 5, 8), lengths, [5] * n, seed + 1)
-    held = [length + 5 for length in lengths]
-    generator = torch.Generator().manual_seed(seed)
-    counts = [int(torch.randint(1, length + 1, (1,), generator=generator)) for length in held]
-    indices = torch.zeros(n, 2, max(counts), dtype=torch.long)
-    for r, (count, length) in enumerate(zip(counts, held, strict=True)):
-        for head in range(2):
-            indices[r, head, :count] = torch.randperm(length, generator=generator)[:count].sort().values
-    before = [codec.take(indices) for codec in pair[:2]]
-    pair[1].retain(indices, counts)
-    pair[0].retain(indices, counts)
-    after = [codec.tile(0, max(counts)) for codec in pair[:2]]
-    for r, count in enumerate(counts):
-        for a, b in zip(before, after, strict=True):
-            assert torch.equal(a[r, :, :count], b[r, :, :count])
-    pack(pair, 0.01 * drawn(seed + 2, n, 2, 3, 8), counts, [3] * n, seed + 2)  # and the next ones find their place
-    for a, codec in zip(after, pair[:2], strict=True):
-        now = codec.tile(0, max(counts) + 3)
-        for r, count in enumerate(counts):
-            assert (now[r, :, :count] - a[r, :, :count]).abs().max() < 2.5
-            assert now[r, :, count : count + 3].abs().max() < 3.5
-
-
 @torch.no_grad()
 def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
     rows = [tokens(90, 1), tokens(40, 2)]

@@ -7,26 +7,12 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.h2o import H2O
-from baselines.infllm import InfLLM
-from baselines.kivi import KIVI
-from baselines.quest import Quest
-from baselines.zipcache import ZipCache
 from pqcache.api.drive import tokens
-from pqcache.selective import Budget, SelectiveCache, attach
-
-METHODS = {
-    "quest": lambda: Quest(budget=Budget(ratio=0.3), page=4),
-    "h2o": lambda: H2O(budget=Budget(ratio=0.3)),
-    "clusterkv": lambda: ClusterKV(budget=Budget(ratio=0.3), n_sink=4, clusters=5),
-    "infllm": lambda: InfLLM(budget=Budget(ratio=0.5)),
-    "kivi": lambda: KIVI(group=8, residual=16),
-    "zipcache": lambda: ZipCache(budget=Budget(ratio=0.2)),
-}
+from pqcache.selective import SelectiveCache, attach
+from tests.invariants.cases import BY_ID
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", ["quest", "h2o", "clusterkv", "infllm", "kivi", "zipcache"])
 def test_a_step_makes_no_tensor_on_the_device_from_a_list(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -46,7 +32,7 @@ def test_a_step_makes_no_tensor_on_the_device_from_a_list(
         return call
 
     with attach(llama), torch.no_grad():
-        cache = SelectiveCache(llama, METHODS[name]())
+        cache = SelectiveCache(llama, BY_ID[name].make())
         cache.begin([64, 59])
         llama(ids, attention_mask=mask, past_key_values=cache)
         for function in ("tensor", "as_tensor"):

@@ -4,47 +4,41 @@ import gc
 import random
 import threading
 import time
-from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.combined.two_stage import TwoStage
-from baselines.infinigen import InfiniGen
-from baselines.oracle import Oracle
-from baselines.sparq import SparQ
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
+from pqcache.registry import method_class
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
 from pqcache.store.host import HostStore
 from pqcache.store.lanes import BUILD, THREAD_PREFIX, TO_HOST, Lanes, ThreadLanes
+from tests.invariants.cases import BY_ID
 from tests.thin import thin
 
 CACHE: dict[str, Any] = {"store": "block_cache", "cache_block": 8, "cache_tokens": 40, "cache_topk": 4}
 SMALL: dict[str, Any] = {"n_sink": 8, "b": 3}
-METHODS: dict[str, Callable[[], Method]] = {
-    "pqcache": lambda: PQCache(budget=Budget(ratio=0.25), **SMALL),
-    "pqcache host": lambda: PQCache(budget=Budget(ratio=0.25), store="host", **SMALL),
-    "pqcache lru": lambda: PQCache(budget=Budget(ratio=0.25), **SMALL, **CACHE),
-    "pqcache lfu": lambda: PQCache(budget=Budget(ratio=0.25), cache_policy="lfu", **SMALL, **CACHE),
-    "pqcache far": lambda: PQCache(budget=Budget(ratio=0.25), store="host", codes_store="host", **SMALL),
-    "oracle host": lambda: Oracle(budget=Budget(ratio=0.25), store="host", n_sink=8),
-    "sparq lru": lambda: SparQ(budget=Budget(ratio=0.25), n_sink=8, r=2, **CACHE),
-    "infinigen lru": lambda: InfiniGen(budget=Budget(ratio=0.25), calibration_tokens=32, **CACHE),
-    "infinigen host": lambda: InfiniGen(budget=Budget(ratio=0.25), calibration_tokens=32, store="host"),
-    "clusterkv recent": lambda: ClusterKV(
-        budget=Budget(ratio=0.25), n_sink=8, clusters=5, window=7, window_clusters=2, store="host", cache_steps=2
-    ),
-    "two_stage host": lambda: TwoStage(
-        budget=Budget(ratio=0.25), n_sink=8, store="host", first_options={"page": 4}, second_options={"b": 3}
-    ),
-    "pqcache paying": lambda: PQCache(budget=Budget(ratio=0.25), cache_policy="paying", **SMALL, **CACHE),
-    "infinigen paying": lambda: InfiniGen(
-        budget=Budget(ratio=0.25), calibration_tokens=32, cache_policy="paying", **CACHE
-    ),
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "pqcache": ("pqcache", SMALL),
+    "pqcache host": ("pqcache", {**SMALL, "store": "host"}),
+    "pqcache lru": ("pqcache", {**SMALL, **CACHE}),
+    "pqcache lfu": ("pqcache", {**SMALL, **CACHE, "cache_policy": "lfu"}),
+    "pqcache far": ("pqcache", {**SMALL, "store": "host", "codes_store": "host"}),
+    "oracle host": ("oracle", {"n_sink": 8, "store": "host"}),
+    "sparq lru": ("sparq", {"n_sink": 8, "r": 2, **CACHE}),
+    "infinigen lru": ("infinigen", {"calibration_tokens": 32, **CACHE}),
+    "infinigen host": ("infinigen", {"calibration_tokens": 32, "store": "host"}),
+    "clusterkv recent": ("clusterkv", {**BY_ID["clusterkv-1"].hyper, "window_clusters": 2, "cache_steps": 2}),
+    "two_stage host": ("two_stage", {**BY_ID["two_stage"].hyper, "store": "host"}),
+    "pqcache paying": ("pqcache", {**SMALL, **CACHE, "cache_policy": "paying"}),
+    "infinigen paying": ("infinigen", {"calibration_tokens": 32, **CACHE, "cache_policy": "paying"}),
+}
+METHODS = {
+    name: partial(method_class(kind), budget=Budget(ratio=0.25), **options) for name, (kind, options) in CASES.items()
 }
 
 
