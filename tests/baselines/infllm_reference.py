@@ -135,7 +135,6 @@ def reference(method: InfLLM, q, k, v, phases: list[tuple[str, int]]) -> torch.T
     return out
 
 
-lengths_ = st.lists(st.integers(1, 60), min_size=1, max_size=3)
 hypers = st.fixed_dictionaries(
     {
         "block": st.integers(1, 6),

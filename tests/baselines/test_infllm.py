@@ -1,37 +1,28 @@
 """InfLLM: the whole algorithm against a slow reference, and what a step attends."""
 
-from typing import Any
-
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import selections
-from tests.baselines.infllm_reference import HALF, hypers, lengths_, make, run
+from tests.baselines.infllm_reference import HALF, hypers, make, run
+from tests.drawn import Pick, examples
 
 
-@settings(max_examples=8, deadline=None)
-@given(seed=st.integers(0, 10**6), lengths=lengths_, group=st.sampled_from([1, 2]), hyper=hypers)
-def test_the_whole_algorithm_equals_a_slow_reference(
-    seed: int, lengths: list[int], group: int, hyper: dict[str, Any]
-) -> None:
-    """Padded rows, two prompts and two answers; the reference takes one softmax over the concatenated logits."""
-    mine, naive = run(make(hyper), seed, lengths, group, torch.float32)
-    for a, b in zip(mine, naive, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+@pytest.mark.parametrize("planned", [False, True])
+@examples(6)
+def test_the_whole_algorithm_equals_a_slow_reference(planned: bool, pick: Pick) -> None:
+    """Padded rows, two prompts and two answers; the reference takes one softmax over the concatenated logits.
 
-
-@settings(max_examples=4, deadline=None)
-@given(seed=st.integers(0, 10**6), lengths=lengths_, hyper=hypers, ratio=st.floats(0.1, 0.9), again=st.integers(2, 60))
-def test_a_turn_plans_anew(seed: int, lengths: list[int], hyper: dict[str, Any], ratio: float, again: int) -> None:
-    """The window grows with the budget; tokens that have left it stay out. A row of init tokens only begins dense."""
-    method = make(hyper, n_local=None, topk=None, budget=Budget(ratio=ratio))
-    mine, naive = run(method, seed, lengths, 2, torch.float32, again)
+    Planned anew for a turn, the window grows with the budget, and tokens that have left it stay out. A row of init tokens only
+    begins dense.
+    """
+    more = {"n_local": None, "topk": None, "budget": Budget(ratio=pick(0.1, 0.9))} if planned else {}
+    method, again = make(pick.data.draw(hypers), **more), pick(2, 60) if planned else 7
+    mine, naive = run(method, pick.seed, pick.some(1, 60), pick([1, 2]), torch.float32, again)
     for a, b in zip(mine, naive, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 

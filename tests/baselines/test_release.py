@@ -21,7 +21,8 @@ def test_snapkv_pools_over_zeros() -> None:
     got = SnapKV(kernel=3, pooling="avg", **RELEASE).smooth(scores, 5)
     torch.testing.assert_close(got, torch.tensor([[5 / 3, 2, 3, 3, 8 / 3, 9]]))
     for protocol in ("aligned", "paper"):
-        assert SnapKV(kernel=3, pooling="avg", protocol=protocol).smooth(scores, 5)[0, 0] == 2.5
+        mean, most = (SnapKV(kernel=3, pooling=how, protocol=protocol).smooth(scores, 5) for how in ("avg", "max"))
+        assert (mean.tolist(), most.tolist()) == ([[2.5, 2, 3, 3, 4, 9]], [[4, 4, 7, 7, 7, 9]])
 
 
 @pytest.mark.parametrize("cls", [SnapKV, PyramidKV, KVCrush])

@@ -1,6 +1,5 @@
 """SnapKV: what stays is the window and the best pooled tokens before it."""
 
-import torch
 from transformers import PreTrainedModel
 
 from baselines.snapkv import SnapKV
@@ -20,12 +19,6 @@ def test_kernel_1_is_plain_top_k_of_the_group_mean(pick: Pick) -> None:
         best = scores[2 * head : 2 * head + 2, : s - w].mean(0).sort(descending=True, stable=True).indices[:k]
         assert chosen == sorted(best.tolist()) + list(range(s - w, s))
         assert len(chosen) == k + w
-
-
-def test_pooling_by_hand() -> None:
-    scores = torch.tensor([[4.0, 1.0, 1.0, 7.0, 1.0, 9.0]])
-    assert SnapKV(kernel=3, pooling="max").smooth(scores, 5).tolist() == [[4, 4, 7, 7, 7, 9]]
-    assert SnapKV(kernel=3, pooling="avg").smooth(scores, 5).tolist() == [[2.5, 2, 3, 3, 4, 9]]
 
 
 def test_scores_are_the_last_queries_attention(llama: PreTrainedModel) -> None:

@@ -10,13 +10,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from baselines.full import Full
 from baselines.h2o import H2O
 from baselines.snapkv import SnapKV
+from pqcache.api.drive import tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach, captured, generate
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.decode import Request, generate_batch
 from pqcache.selective.method import Method
 from pqcache.selective.sampling import Sampling
-from tests.invariants.drive import tokens
 from tests.thin import thin
 
 pytest.importorskip("triton")
@@ -144,25 +144,6 @@ def test_windows_are_recorded(replays: list[int], prompt: int) -> None:
     )
     assert got.token_ids == expected.token_ids and len(set(got.token_ids)) > 8
     assert len(replays) == 11 and got.attended_tokens == expected.attended_tokens
-
-
-@pytest.mark.rest
-def test_a_recording_ends_with_what_it_was_made_of(llama: PreTrainedModel, replays: list[int]) -> None:
-    with attach(llama):
-        cache, token = started(llama, Full())
-        steps = CapturedSteps(llama, cache, token, 4)
-        columns = cache.columns
-        cache.map_rows(torch.tensor([0]))
-        with pytest.raises(RuntimeError, match="something else"):
-            steps.replay()
-        cache, token = started(llama, Full())
-        steps = CapturedSteps(llama, cache, token, 4)
-        cache.begin([columns - 1])  # another request of the very same length
-        step(llama, cache, torch.tensor([tokens(columns - 1, 4)]))
-        step(llama, cache, token)
-        assert cache.columns == columns
-        with pytest.raises(RuntimeError, match="something else"):
-            steps.replay()
 
 
 def test_as_many_steps_as_there_is_room_for(llama: PreTrainedModel, replays: list[int]) -> None:

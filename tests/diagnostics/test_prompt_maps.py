@@ -5,12 +5,11 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.full import Full
-from baselines.zipcache import ZipCache
 from pqcache.api.drive import tokens
 from pqcache.diagnostics import PROMPT_ARRAYS, Capture, PromptMaps
 from pqcache.harness.report.special_figures import salient_share, shrunk
 from pqcache.measure.peak import peak_memory
-from pqcache.selective import Budget, generate
+from pqcache.selective import generate
 
 
 @pytest.mark.parametrize("chunk", [None, 17])
@@ -35,18 +34,6 @@ def test_maps_are_those_of_the_prompts_own_attention(llama: PreTrainedModel, chu
                 wanted = x.abs().transpose(0, 1).flatten(1)
                 torch.testing.assert_close(arrays[name].float(), wanted, rtol=1e-3, atol=1e-3)
     assert PromptMaps().arrays() == {}
-
-
-def test_normalised_attention_is_zipcaches_with_all_probes(llama: PreTrainedModel) -> None:
-    """The salient tokens by the map are those that the method keeps in 4 bits."""
-    maps, ids = PromptMaps(), torch.tensor([tokens(60, 2)])
-    stores: list = []
-    method = ZipCache(budget=Budget(ratio=0.2), probes="all")
-    make = method.make_store
-    method.make_store = lambda *a: (stores.append(make(*a)), stores[-1])[1]  # type: ignore[method-assign]
-    generate(llama, method, ids, max_new_tokens=1, watchers=[maps])
-    kept = torch.stack([store.widths.bits()[0, :, :60] for store in stores[-llama.config.num_hidden_layers :]]).float()
-    assert torch.equal(salient_share(maps.arrays()["normalised"], 0.6), kept.mean((0, 1)))
 
 
 def test_share_of_heads_in_which_a_token_is_salient() -> None:

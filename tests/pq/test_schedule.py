@@ -53,11 +53,6 @@ def test_every_geometry_is_a_model_the_interface_takes(name: str) -> None:
     assert ModelShape.of(config).d in (16, 96, 128)
 
 
-def test_unknown_geometries_are_named() -> None:
-    with pytest.raises(ValueError, match="did you mean mistral-7b-instruct-v0.2"):
-        geometry("mistral-7b-instruct")
-
-
 def test_the_line_names_a_command_that_makes_the_profile(
     llama: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -119,14 +114,6 @@ def test_a_run_measures_the_profile_it_lacks(llama: PreTrainedModel, tmp_path: P
         assert result.extra["kmeans_max_iter"] == method.rounds(92)
     finally:
         llama.double()
-
-
-def test_adaptive_is_never_on_by_itself() -> None:
-    assert PQCache().max_iter == 5
-    with pytest.raises(ValueError, match="max_iter=adaptiv: allowed is an int >= 1 or adaptive"):
-        PQCache(max_iter="adaptiv")
-    with pytest.raises(RuntimeError, match="not prepared"):
-        PQCache(max_iter="adaptive").rounds(100)
 
 
 @pytest.mark.parametrize(

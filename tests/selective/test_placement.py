@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from pqcache.selective.placement import devices, home, places, weights
+from pqcache.selective.placement import devices, home, places
 from pqcache.store.lanes import CudaLanes, Lanes, ThreadLanes
 
 CPU, FIRST, SECOND = torch.device("cpu"), torch.device("cuda", 0), torch.device("cuda", 1)
@@ -38,14 +38,6 @@ def test_modules_compute_where_their_hook_says() -> None:
 )
 def test_places(device_map: dict, expected: dict) -> None:
     assert places(SimpleNamespace(hf_device_map=device_map)) == expected
-
-
-def test_weights_that_are_elsewhere_are_read() -> None:
-    kept = {"weight": torch.ones(2, 2), "bias": torch.zeros(2)}
-    model = nn.Sequential(nn.Linear(2, 2), hooked(nn.Linear(2, 2, device="meta"), "cpu", kept))
-    found = dict(weights(model))
-    assert list(found) == [name for name, _ in model.named_parameters()]
-    assert found["1.weight"] is kept["weight"] and found["0.bias"].data_ptr() == model[0].bias.data_ptr()
 
 
 @pytest.mark.parametrize("make", [Lanes, lambda: ThreadLanes(2), lambda: CudaLanes(FIRST, 3)])
