@@ -2,8 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
@@ -14,9 +12,9 @@ from tests.baselines.common import OneLayer
 from tests.drawn import Pick, drawn, examples
 
 
-@settings(max_examples=12, deadline=None)
-@given(seed=st.integers(0, 10**6), n=st.integers(1, 60), c=st.integers(1, 12))
-def test_assignment_is_by_the_named_distance(seed: int, n: int, c: int) -> None:
+@examples(12)
+def test_assignment_is_by_the_named_distance(pick: Pick) -> None:
+    seed, n, c = pick.seed, pick(1, 60), pick(1, 12)
     x, centroids = drawn(seed, 2, n, 6).double(), drawn(seed + 1, 2, c, 6).double()
     scaled = x * (drawn(seed + 2, 2, n, 1).double().abs() + 0.1)
     cosine = torch.nn.functional.cosine_similarity(x[:, :, None], centroids[:, None], dim=-1)

@@ -1,8 +1,6 @@
 """KIVI: groups and tails against a version written out, streaming, rows, turns, extremes, bytes, ratios."""
 
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from baselines.kivi import KIVI
 from tests.baselines.fed import Fed, rounded
@@ -39,10 +37,10 @@ def test_prompt_and_steps_equal_the_version_written_out(pick: Pick) -> None:
         assert torch.equal(got, want.to(dtype))
 
 
-@settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 10**6), s=st.integers(1, 30), new=st.integers(0, 20), turn=st.integers(1, 30))
-def test_a_turn_follows_the_same_rules_and_leaves_codes_alone(seed: int, s: int, new: int, turn: int) -> None:
+@examples(6)
+def test_a_turn_follows_the_same_rules_and_leaves_codes_alone(pick: Pick) -> None:
     """What is decoded for the turn's attention is not coded again: the result is that of one long prompt."""
+    seed, s, new, turn = pick.seed, pick(1, 30), pick(0, 20), pick(1, 30)
     total = s + new + turn
     k, v = drawn(seed, 1, 2, total, 8), drawn(seed + 1, 1, 2, total, 8)
     method = KIVI(group=4, residual=8)

@@ -1,23 +1,22 @@
 """Oracle: what an index without error chooses."""
 
 import torch
-from hypothesis import assume, given, settings
-from hypothesis import strategies as st
+from hypothesis import assume
 
 from baselines.oracle import Oracle
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 from tests.baselines.common import OneLayer
-from tests.drawn import drawn
+from tests.drawn import Pick, drawn, examples
 from tests.pq.decoded import decode
 
 SINKS = 5
 
 
-@settings(max_examples=6, deadline=None)
-@given(seed=st.integers(0, 10**6), s=st.integers(80, 140), group=st.sampled_from([1, 3]), m=st.sampled_from([1, 2, 4]))
-def test_codes_without_error_choose_as_the_oracle(seed: int, s: int, group: int, m: int) -> None:
+@examples(6)
+def test_codes_without_error_choose_as_the_oracle(pick: Pick) -> None:
     """Twelve different keys, all of them centroids: product quantization is exact, ties included."""
+    seed, s, group, m = pick.seed, pick(80, 140), pick([1, 3]), pick([1, 2, 4])
     pick = torch.randint(12, (s,), generator=torch.Generator().manual_seed(seed))
     k, v, q = (
         drawn(seed + 9, 1, 2, 12, 8)[:, :, pick],

@@ -1,11 +1,9 @@
 """PyramidKV: the released code's integer progression, the exact one, and where it is SnapKV."""
 
-from hypothesis import given, settings
-from hypothesis import strategies as st
-
 from baselines.pyramidkv import PyramidKV, pyramid
 from baselines.snapkv import SnapKV
 from pqcache.selective import Budget
+from tests.drawn import Pick, examples
 
 
 def layers(b: int, w: int, s: int, m: int = 32, **more) -> list[int]:
@@ -29,9 +27,9 @@ def test_exact_total_spends_what_was_stated() -> None:
         assert abs(got[0] - layers(b, w, 8192)[0]) <= 1
 
 
-@settings(max_examples=200, deadline=None)
-@given(st.integers(1, 3000), st.integers(0, 3000), st.integers(1, 40), st.integers(1, 80), st.booleans())
-def test_progressions_fall_and_fit(c: int, more: int, beta: int, m: int, exact_total: bool) -> None:
+@examples(200)
+def test_progressions_fall_and_fit(pick: Pick) -> None:
+    c, more, beta, m, exact_total = pick(1, 3000), pick(0, 3000), pick(1, 40), pick(1, 80), pick([False, True])
     got = pyramid(c, c + more, beta, m, exact_total)
     assert got == sorted(got, reverse=True)
     assert got[-1] >= 0 and got[0] <= c + more

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import AutoTokenizer, PreTrainedModel
 
 from baselines.combined.coded import Coded
@@ -17,7 +15,7 @@ from pqcache import kernels
 from pqcache.api.drive import Session, tokens
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, SelectiveCache, attach
-from tests.drawn import drawn
+from tests.drawn import Pick, drawn, examples
 from tests.invariants.cases import ARCHITECTURES
 
 LLAMA = ARCHITECTURES["llama"]()
@@ -88,9 +86,9 @@ def shares(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("switch", [contextlib.nullcontext, kernels.plain_torch])
-@settings(max_examples=6, deadline=None)
-@given(s=st.integers(1, 300), g=st.sampled_from([1, 2]), seed=st.integers(0, 10**6), some=st.booleans())
-def test_probe_sums_equal_the_definition(switch: Any, s: int, g: int, seed: int, some: bool) -> None:
+@examples(6)
+def test_probe_sums_equal_the_definition(switch: Any, pick: Pick) -> None:
+    s, g, seed, some = pick(1, 300), pick([1, 2]), pick.seed, pick([False, True])
     q, k = drawn(seed, 2 * g, s, 8), drawn(seed + 1, 2, s, 8)
     probes = [p for p in range(s) if not some or p % 3 == 2 or p == s - 1]
     sums = torch.zeros(2, s)

@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from pqcache.diagnostics import measures as m
 from pqcache.selective.group import group_reduce, per_head
+from tests.drawn import Pick, examples
 
 N, H, H_KV, D = 2, 4, 2, 8
 
@@ -72,14 +71,10 @@ class Example:
         return logits.softmax(0).tolist()
 
 
-seeds = st.integers(0, 10**6)
-
-
 @pytest.mark.parametrize("heads", [1, H_KV, H])
-@settings(max_examples=15, deadline=None)
-@given(seed=seeds)
-def test_recalls_are_what_brute_force_counts(heads: int, seed: int) -> None:
-    x = Example(seed, heads)
+@examples(15)
+def test_recalls_are_what_brute_force_counts(heads: int, pick: Pick) -> None:
+    x = Example(pick.seed, heads)
     logits = x.logits.masked_fill(~x.stored, -torch.inf)
     order = m.heaviest(logits)
     grouped = per_head(m.heaviest(group_reduce(x.logits, H_KV, "sum_softmax", x.stored)), H)
@@ -101,10 +96,9 @@ def test_recalls_are_what_brute_force_counts(heads: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("heads", [1, H_KV, H])
-@settings(max_examples=15, deadline=None)
-@given(seed=seeds)
-def test_mass_error_and_bound(heads: int, seed: int) -> None:
-    x = Example(seed, heads)
+@examples(15)
+def test_mass_error_and_bound(heads: int, pick: Pick) -> None:
+    x = Example(pick.seed, heads)
     result = m.output(x.logits, x.v, x.stored, x.attended)
     for row, head in x.heads():
         _, _, attended = x.sets(row, head)

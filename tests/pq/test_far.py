@@ -10,7 +10,6 @@ from transformers import PreTrainedModel
 from baselines.combined.two_stage import TwoStage
 from pqcache.api.drive import Session, tokens
 from pqcache.pq import PQCache
-from pqcache.pq.far import FarCodes
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import TO_DEVICE, Lanes, Work
@@ -90,10 +89,3 @@ def test_codes_are_sent_while_the_layer_before_runs(llama: PreTrainedModel) -> N
     for layer in cache.layers:
         assert isinstance(layer, RetrievalLayer)
         assert layer.index.far.near is None and layer.index.far.coming is None
-
-
-def test_the_general_way_serves_codes_on_the_host(llama: PreTrainedModel) -> None:
-    """Kernels that read codes where they lie want them on the device."""
-    index = pqcache("host").make_layer(0, SelectiveCache(llama, pqcache("host")).shape).index
-    index.far = FarCodes(torch.device("cpu"), Lanes(), lambda kind, nbytes: None)
-    assert index.pq_codes() is None

@@ -105,13 +105,3 @@ def test_a_failed_pass_leaves_the_next_one_whole(llama: PreTrainedModel, monkeyp
         hidden = run(llama.model, cache).last_hidden_state
         assert llama.get_decoder().layers[-1].mlp(hidden).shape[1] == 70
     torch.testing.assert_close(hidden, llama.model(IDS).last_hidden_state, rtol=1e-12, atol=1e-12)
-
-
-def test_no_hook_is_left(llama: PreTrainedModel) -> None:
-    """Behind the block the last layer of such a pass computes every row again, as a stock model's does."""
-    with attach(llama), rows_of(llama) as seen:
-        run(llama, SelectiveCache(llama, Full()), IDS, logits_to_keep=1)
-    assert set(seen[-1]) == {1}
-    with rows_of(llama) as seen:
-        llama(IDS, logits_to_keep=1)
-    assert set(seen[-1]) == {IDS.shape[1]}

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from pqcache.api.drive import Session, logits, tokens
@@ -16,6 +14,7 @@ from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
 from tests.baselines.common import RETRIEVERS, random_layer
+from tests.drawn import Pick, examples
 from tests.store.cache_tables import check_cache, held
 from tests.thin import thin
 
@@ -65,20 +64,13 @@ def cache_of(rows: int, slots: int, topk: int, policy: str, blocks: int = 40) ->
     return store
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    policy=st.sampled_from(["lru", "lfu"]),
-    slots=st.integers(1, 6),
-    width=st.integers(1, 9),
-    data=st.data(),
-    rows=st.integers(1, 3),
-)
-def test_policies_equal_the_naive_model(policy: str, slots: int, width: int, data: st.DataObject, rows: int) -> None:
+@examples(60)
+def test_policies_equal_the_naive_model(pick: Pick) -> None:
     """Random steps of up to 9 blocks, also more than there are slots; what came in and stayed is what was not there."""
+    policy, slots, width, rows = pick(["lru", "lfu"]), pick(1, 6), pick(1, 9), pick(1, 3)
     store, naive = cache_of(rows, slots, width, policy), [Naive(slots, policy) for _ in range(rows)]
-    step = st.lists(st.integers(0, 11), unique=True, max_size=width)
-    for _ in range(data.draw(st.integers(1, 12))):
-        seen = [data.draw(step) for _ in range(rows)]
+    for _ in range(pick(1, 12)):
+        seen = [[*dict.fromkeys(pick.some(0, 11, 0, width))] for _ in range(rows)]
         before = [held(store, row) for row in range(rows)]
         spare = [[b for b in range(40) if b not in row] for row in seen]
         blocks = torch.tensor([(row + rest)[:width] for row, rest in zip(seen, spare, strict=True)])
