@@ -5,7 +5,6 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
 from baselines.zipcache import ZipCache
@@ -23,9 +22,6 @@ from tests.drawn import Pick, drawn, examples
 from tests.largest import Largest
 
 FIFTH = {"budget": Budget(ratio=0.2)}
-
-
-LENGTHS = st.lists(st.integers(1, 90), min_size=1, max_size=3)
 
 
 def codec_pair(by: str, segment: bool) -> tuple[MixedCodec, MixedCodec, Widths]:

@@ -12,7 +12,7 @@ from baselines.oracle import Oracle
 from pqcache.api.drive import Session, logits, pad_left, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, decode_loop, generate
-from tests.invariants.cases import SMALL, Case
+from tests.invariants.cases import SMALL, Case, each_kind
 from tests.invariants.conftest import build
 
 
@@ -105,25 +105,25 @@ def test_masks_with_holes_are_refused(llama: PreTrainedModel, zeros: list[int]) 
 
 
 @torch.no_grad()
-def test_additive_float_masks_mean_what_they_say(model: PreTrainedModel, case: Case) -> None:
-    ids = torch.tensor([tokens(20, 1)])
+def test_additive_float_masks_mean_what_they_say(llama: PreTrainedModel) -> None:
+    ids, cache = torch.tensor([tokens(20, 1)]), SelectiveCache(llama, Full())
     additive = torch.full((20, 20), torch.finfo(torch.float64).min, dtype=torch.float64).triu(1)[None, None]
-    with attach(model):
-        cache = SelectiveCache(model, case.make())
-        model(ids, attention_mask=additive, past_key_values=cache)
-        assert cache.pads == [0]
-        assert cache.past == [20]
+    with attach(llama):
+        out = llama(ids, attention_mask=additive, past_key_values=cache).logits
+    assert (cache.pads, cache.past) == ([0], [20])
+    torch.testing.assert_close(out, llama(ids).logits)
 
 
 @torch.no_grad()
-def test_padding_without_position_ids_equals_padding_with_them(model: PreTrainedModel, case: Case) -> None:
+@each_kind
+def test_padding_without_position_ids_equals_padding_with_them(llama: PreTrainedModel, kind: Case) -> None:
     ids, mask = pad_left([tokens(90, 1), tokens(40, 2)])
-    with attach(model):
-        cache = SelectiveCache(model, case.make())
-        model(ids, attention_mask=mask, past_key_values=cache)
+    with attach(llama):
+        cache = SelectiveCache(llama, kind.make())
+        llama(ids, attention_mask=mask, past_key_values=cache)
         mask = torch.cat([mask, torch.ones_like(mask[:, :1])], 1)
-        got = model(torch.tensor([[7], [7]]), attention_mask=mask, past_key_values=cache).logits[:, -1]
-    case.close(got[1:], logits(model, case.make(), [tokens(40, 2)], [[7]])[:, -1])
+        got = llama(torch.tensor([[7], [7]]), attention_mask=mask, past_key_values=cache).logits[:, -1]
+    kind.close(got[1:], logits(llama, kind.make(), [tokens(40, 2)], [[7]])[:, -1])
 
 
 @torch.no_grad()
@@ -149,12 +149,13 @@ def test_crop_undoes_or_refuses_whole(model: PreTrainedModel, case: Case) -> Non
 
 
 @torch.no_grad()
-def test_our_loop_and_generate_share_a_cache(model: PreTrainedModel, case: Case) -> None:
+@each_kind
+def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, kind: Case) -> None:
     """A turn through our decode loop, the next one through model.generate."""
-    cache = SelectiveCache(model, case.noop())
+    cache = SelectiveCache(llama, kind.noop())
     first, second = torch.tensor([tokens(40, 1)]), torch.tensor([tokens(10, 2)])
-    with attach(model):
-        new, _ = decode_loop(model, cache, first, max_new_tokens=5)
+    with attach(llama):
+        new, _ = decode_loop(llama, cache, first, max_new_tokens=5)
         history = torch.cat([first, torch.tensor([new]), second], 1)
         options = {
             "do_sample": False,
@@ -162,8 +163,8 @@ def test_our_loop_and_generate_share_a_cache(model: PreTrainedModel, case: Case)
             "max_new_tokens": 6,
             "attention_mask": torch.ones_like(history),
         }
-        ours = model.generate(history, past_key_values=cache, **options)
-    assert torch.equal(ours, model.generate(history, **options))
+        ours = llama.generate(history, past_key_values=cache, **options)
+    assert torch.equal(ours, llama.generate(history, **options))
 
 
 def test_unwritten_memory_reaches_no_result(
