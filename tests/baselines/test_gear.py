@@ -40,9 +40,6 @@ def by_hand(x: torch.Tensor, keys: bool, bits: int, group: int | None, share: fl
     return x
 
 
-# -- the parts ----------------------------------------------------------------------------------------------------------
-
-
 @examples(10)
 def test_low_rank_is_the_power_iteration_and_never_errs_more(pick: Pick) -> None:
     """Against the iteration in fp64 as published, made orthonormal in its last round only."""
@@ -68,9 +65,6 @@ def test_low_rank_is_the_power_iteration_and_never_errs_more(pick: Pick) -> None
         q = torch.linalg.qr(q).Q if i == rounds - 1 else q
         p = exact.transpose(1, 2) @ q
     assert ((product - scale * q @ p.transpose(1, 2)).norm(dim=(1, 2)) <= 2e-2 * size).all()
-
-
-# -- blocks -------------------------------------------------------------------------------------------------------------
 
 
 @examples(8)

@@ -72,9 +72,6 @@ def test_a_new_turn_adds_to_the_sums(llama: PreTrainedModel, mode: str) -> None:
         assert all(set(head) >= {0, 1, 2, 3, *range(119, 135)} for head in held(layer))
 
 
-# -- H2O(C) ------------------------------------------------------------------------------------------------------------
-
-
 def test_bytes_follow_the_models_head_dimension(llama: PreTrainedModel) -> None:
     method = H2OC(budget=Budget(ratio=0.25), comm_base="bytes", n_sink=4)
     layer = run(llama, method, 400).layers[0]

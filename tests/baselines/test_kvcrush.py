@@ -20,9 +20,6 @@ def crush(**hyper: Any) -> KVCrush:
     return KVCrush(**{"base": "h2o", "base_options": {"n_sink": 0}, **hyper})
 
 
-# -- signatures --------------------------------------------------------------------------------------------------------
-
-
 def test_toy_example_by_hand() -> None:
     """Eight tokens, four query heads, two KV heads; two important tokens and three representatives."""
     bits = top_mask(TOY, 4)
@@ -36,9 +33,6 @@ def test_toy_example_by_hand() -> None:
     assert kept.sum(-1).tolist() == [2, 2] and others.sum(-1).tolist() == [3, 3]
     chosen = kept | others
     assert [head.nonzero().flatten().tolist() for head in chosen] == [[0, 1, 4, 5, 7], [0, 1, 2, 3, 7]]
-
-
-# -- representatives ---------------------------------------------------------------------------------------------------
 
 
 @examples(40)
@@ -140,9 +134,6 @@ def test_paged_h2o_is_pages_by_summed_scores() -> None:
 def test_kmeans_picks_the_member_nearest_to_each_centre() -> None:
     keys = torch.tensor([[0.0], [1.0], [2.0], [50.0], [51.0], [52.0], [90.0]])
     assert sorted(kmeans_representatives(keys, 3).tolist()) == [1, 4, 6]
-
-
-# -- budgets -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,3 @@ def test_scores_are_the_model_s_own_weights(llama: PreTrainedModel) -> None:
     largest = weights[:, :, inside][..., inside].amax((2, 3))
     torch.testing.assert_close(arrays["score_map"][:, :, at, at], largest, rtol=1e-3, atol=1e-5)
     assert (arrays["score_map"].triu(1) == 0).all()  # no query sees a later part
-
-
-def test_no_prompt_no_arrays() -> None:
-    assert Scores().arrays() == {}
