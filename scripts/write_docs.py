@@ -222,6 +222,7 @@ def row_page() -> str:
         MADE,
         "`row.json` in a cell's folder holds what the cell measured. `null` means not measured, never zero.",
         "`pqcache.harness.report.rows` reads rows (`read_row`, `rows_under`); [results.md](results.md) makes tables of them.",
+        "`Count` is an int and `Amount` a float, both from 0 on; `Percent` is a float from 0 to 100.",
     ]
     for cls, title in (
         (row_module.Row, "Row"),
