@@ -8,29 +8,35 @@ import json
 import math
 import os
 import re
+import signal
 import stat
+import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
 
 import yaml
 
-LARGEST = 1 << 26  # bytes of a file that is read as a whole
+LARGEST, LARGEST_JSON, LARGEST_YAML = 1 << 28, 1 << 26, 1 << 22  # bytes of a file that is read as a whole
 LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # of a file that is read line by line
-ALIASES = 20  # of a YAML file: each may double what it stands for
+ALIASES, DEEPEST = 20, 100  # of a YAML file: each alias may double what it stands for
 _HALF, _ESCAPED = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
 
 
+class Unreadable(OSError, ValueError):
+    """A file that is no regular one, or too large."""
+
+
 def open_regular(path: Path | str, most: int = LONGEST_FILE, flags: int = 0) -> IO[bytes]:
-    """A file to be read, or with `flags` to be appended to. Raises OSError if it is a pipe, a device, or larger than `most`."""
+    """A file to be read, or with `flags` to be appended to. Raises OSError; for pipes and devices Unreadable."""
     file = os.fdopen(os.open(path, flags | os.O_NONBLOCK, 0o666), "ab" if flags & os.O_APPEND else "rb")
     facts = os.fstat(file.fileno())
-    if stat.S_ISREG(facts.st_mode) and facts.st_size <= most:
+    regular = stat.S_ISREG(facts.st_mode)
+    if regular and facts.st_size <= most:
         return file
     file.close()
-    raise OSError(
-        f"{path}: " + (f"is larger than {most} bytes" if stat.S_ISREG(facts.st_mode) else "is no regular file")
-    )
+    raise Unreadable(f"{path}: is larger than {most} bytes" if regular else f"{path}: is no regular file")
 
 
 def read_text(path: Path | str, most: int = LARGEST, encoding: str = "utf-8", errors: str = "strict") -> str:
@@ -60,21 +66,25 @@ def parse_json(text: str | bytes) -> Any:
         value = json.loads(text)
         return whole(value) if _ESCAPED.search(text) else value
     except RecursionError as error:
-        raise ValueError("too deeply nested") from error
+        raise json.JSONDecodeError("too deeply nested", "", 0) from error
 
 
 def read_json(path: Path | str) -> Any:
     """The JSON value of a file. Raises OSError or ValueError."""
-    return parse_json(read_text(path))
+    return parse_json(read_text(path, LARGEST_JSON))
 
 
 def read_yaml(path: Path | str) -> Any:
     """The YAML value of a file. Raises OSError or ValueError."""
-    text = read_text(path)
+    text = read_text(path, LARGEST_YAML)
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
-        if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, loader)) > ALIASES:
-            raise ValueError(f"{path}: has more than {ALIASES} aliases")
+        depth = aliases = 0
+        for event in yaml.parse(text, loader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            aliases += isinstance(event, yaml.AliasEvent)
+            if depth > DEEPEST or aliases > ALIASES:
+                raise ValueError(f"{path}: has more than {ALIASES} aliases, or {DEEPEST} levels")
         return whole(yaml.load(text, loader))
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]})") from error
@@ -96,3 +106,21 @@ def finite(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def within(seconds: float, what: str) -> Iterator[None]:
+    """End what is computed inside it with a ValueError after so many seconds; only in the main thread, which gets signals."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: object) -> None:
+        raise ValueError(f"{what} takes more than {seconds:g} s")
+
+    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *timer)
+        signal.signal(signal.SIGALRM, handler)

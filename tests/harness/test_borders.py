@@ -1,20 +1,31 @@
 """What comes from outside meets one border a kind: each table below is a kind, and each of its entries a case."""
 
 import json
+import os
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
+from lm_eval import utils
 
-from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.cells import Cell, read_config
 from pqcache.harness.launch import plan as planning
 from pqcache.harness.report.page import cell_views
-from pqcache.harness.report.rows import damage, read_row, write_row
+from pqcache.harness.report.rows import damage, read_row, read_rows, write_row
 from pqcache.harness.report.sample_lines import read_all
-from pqcache.harness.run.samples import SampleLog
-from tests.harness.cells import Capture, planned
+from pqcache.harness.run import models
+from pqcache.harness.run.models import LoadedModel
+from pqcache.harness.run.samples import SampleLog, _owner
+from pqcache.harness.tasks import TaskRequest, definitions, sources, task_of
+from pqcache.harness.tasks.definitions import is_written_in
+from pqcache.harness.tasks.prompt_files import read_prompts
+from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
+from pqcache.outside import read_json
+from tests.harness.cells import Capture, Command, Patch, planned, status
 from tests.harness.made_rows import make_rows, sample
 
 Change = Callable[[dict[str, Any]], Any]
@@ -142,3 +153,121 @@ def test_a_metric_of_lm_eval_has_its_own_range() -> None:
     assert (
         damage({**row, "task": "lm_eval:wmt16", "score": 2700.0, "sample_scores": {"wmt16": {"0:a": 2700.0}}}) is None
     )
+
+
+# -- special files and endless input -----------------------------------------------------------------------------------
+
+READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
+    "a configuration": ("config.yaml", lambda path: read_config(path.parent)),
+    "a row": ("row.json", read_row),
+    "rows": ("rows.jsonl", read_rows),
+    "samples": ("samples.jsonl", lambda path: read_all(path.parent)[0]),
+    "samples of a worker": ("samples-u-0.jsonl", lambda path: read_all(path.parent)[0]),
+    "a status": ("status.json", read_json),
+    "an owner": ("owner.json", lambda path: "" if "not known" in _owner(path.parent) else "an owner"),
+    "data": ("test.jsonl", sources.read_rows),
+    "packed data": ("test.jsonl.gz", sources.read_rows),
+    "a table": ("test.parquet", sources.read_rows),
+    "prompts": ("prompts.csv", lambda path: read_prompts(str(path))),
+    "a prompt": ("prompt.txt", lambda path: [row for row in read_prompts(str(path)) if len(row.prompt) > 9]),
+    "definitions": ("task.yaml", lambda path: is_written_in(path.parent, "some_task")),
+}
+
+
+def pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def sparse(path: Path) -> None:
+    """5 GB of one line, which take no place on the disk."""
+    path.touch()
+    os.truncate(path, 5 << 30)
+
+
+ODD: dict[str, Callable[[Path], Any]] = {
+    "a pipe": pipe,
+    "a device": lambda path: path.symlink_to("/dev/zero"),
+    "a folder": Path.mkdir,
+    "a link to itself": lambda path: path.symlink_to(path.name),
+    "a file without an end": sparse,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("odd", ODD)
+@cases(READERS)
+def test_only_regular_files_are_read(tmp_path: Path, case: str, odd: str) -> None:
+    name, read = READERS[case]
+    ODD[odd](tmp_path / name)
+    try:
+        assert not read(tmp_path / name)
+    except (OSError, ValueError) as error:
+        assert "\n" not in str(error)  # noqa: PT017 - some return nothing in place of raising
+
+
+YAML: dict[str, str] = {
+    "laughs": "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [*a{i - 1}, *a{i - 1}]\n" for i in range(1, 40)),
+    "merges": "a0: &a0 {x: 1}\n" + "".join(f"a{i}: &a{i} {{<<: [*a{i - 1}, *a{i - 1}]}}\n" for i in range(1, 40)),
+    "a ring": "a: &a [*a]",
+    "depth": "[" * 100_000,
+    "no text": "\0",
+}
+
+
+@pytest.mark.timeout(20)
+@cases(YAML)
+def test_yaml_that_grows_is_refused(tmp_path: Path, case: str) -> None:
+    (tmp_path / "config.yaml").write_text(YAML[case])
+    assert read_config(tmp_path) is None
+
+
+def test_an_odd_folder_stops_no_other(command: Command, tmp_path: Path, capsys: Capture) -> None:
+    words = ("-m", "method=full,streaming,oracle", "limit=1", "shared_prefill=false")
+    assert command(*words) == 0
+    (full,), (oracle,) = ((tmp_path / "out").glob(f"*__{name}__*") for name in ("full", "oracle"))
+    for path in (full / "samples.jsonl", full / "row.json", oracle / "config.yaml", oracle / "owner.json"):
+        path.unlink()
+        os.mkfifo(path)
+    assert command(*words) == 1
+    said = capsys.readouterr().err
+    assert "samples.jsonl: is no regular file" in said and "Traceback" not in said
+    assert {status(tmp_path / "out")[name]["status"] for name in ("streaming", "oracle")} == {"ok"}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("what", ["needle", "files", "ruler", "prompt"])
+def test_a_tokenizer_that_counts_nothing_ends_the_search(what: str, tmp_path: Path) -> None:
+    def count(text: str) -> int:
+        return 7 if what == "ruler" else 1025 if len(text) > 2000 else 100
+
+    class Flat:
+        is_fast = False
+
+        def __call__(self, text: str, **_: Any) -> dict[str, list[int]]:
+            return {"input_ids": [] if what == "files" else [1] * 7 if what == "needle" else [1] * 5000}
+
+        def decode(self, ids: list[int], **_: Any) -> str:
+            return "x" * 10_000
+
+    (tmp_path / "a.txt").write_text("word " * 1000)
+    request = TaskRequest(seed=0, limit=1, model_name="m", tokenizer=Flat(), count_tokens=count)
+    task = task_of(
+        "needle", {"lengths": [1024], "depths": [50], "haystack": str(tmp_path) if what == "files" else None}
+    )
+    build = partial(make_rows_of, "vt", 1, 4096, 0, count) if what == "ruler" else partial(task.build, request)
+    with pytest.raises(ValueError, match="the tokenizer has no"):
+        build()
+
+
+@pytest.mark.timeout(20)
+def test_a_template_that_loops_is_ended(loaded: LoadedModel, monkeypatch: Patch) -> None:
+    endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    monkeypatch.setattr(models, "TEMPLATE_S", 0.2)
+    monkeypatch.setattr(loaded.tokenizer, "chat_template", endless)
+    with pytest.raises(ValueError, match="chat template takes more than 0.2 s"):
+        replace(loaded, chat=True).wrap("a")
+    monkeypatch.setattr(definitions, "TEMPLATE_S", 0.2)
+    monkeypatch.setattr(utils, "env", utils.env)
+    definitions.sandbox_templates()
+    with pytest.raises(ValueError, match="definition takes more than 0.2 s"):
+        utils.apply_template(endless, {})

@@ -15,13 +15,14 @@ from pqcache.harness.config.options import DecodeOptions, RunOptions, show
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map
 SIZE = re.compile(r"\d+|\d+(\.\d+)? ?[KMG]i?B")
+MOST_SAMPLES, MOST_ANSWERS = 100_000, 10_000  # of a task; of a prompt
 NAME = 255  # bytes of a file's name
 
 
 def wrong_run(run: RunOptions) -> Iterator[str]:
     """The top-level keys except the budget."""
-    if run.limit is not None and run.limit < 1:
-        yield f"limit={run.limit}: must be at least 1, or null for all samples"
+    if run.limit is not None and not 1 <= run.limit <= MOST_SAMPLES:
+        yield f"limit={run.limit}: must be from 1 to {MOST_SAMPLES}, or null for all samples"
     if isinstance(run.prefill_chunk, int) and run.prefill_chunk < 1:
         yield f"prefill_chunk={run.prefill_chunk}: must be at least 1, auto, or null for the whole prompt at once"
     if run.batch < 1:
@@ -135,8 +136,8 @@ def wrong_decode(decode: DecodeOptions, task: str, run: RunOptions) -> Iterator[
         yield f"decode.temperature={decode.temperature:g}: must be 0 (greedy) or more"
     if not 0 < decode.top_p <= 1:
         yield f"decode.top_p={decode.top_p:g}: must be above 0 and at most 1"
-    if decode.samples < 1:
-        yield f"decode.samples={decode.samples}: must be at least 1"
+    if not 1 <= decode.samples <= MOST_ANSWERS:
+        yield f"decode.samples={decode.samples}: must be from 1 to {MOST_ANSWERS}"
     if decode.temperature == 0:
         why = "has no effect with decode.temperature=0, which takes the likeliest token; set a temperature above 0"
         if 0 < decode.top_p < 1:

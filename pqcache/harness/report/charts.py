@@ -1,7 +1,6 @@
 """The charts of a page: panels like those of every figure, painted as plotly's dictionaries. One point alone makes no chart."""
 
 import html
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import needle_grid
+from pqcache.outside import read_json
 
 SYMBOLS = {
     "o": "circle", "s": "square", "D": "diamond", "^": "triangle-up", "v": "triangle-down", "P": "cross", "X": "x",
@@ -118,7 +118,7 @@ def _over(title: str, points: pd.DataFrame, label: str, ticks: Sequence[float] =
 def _needle_maps(files: Iterable[Path]) -> Iterator[Panel]:
     for path in sorted(files)[:NEEDLE_MAPS]:
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path)
             grid, title = 100 * needle_grid(stored["samples"]), str(stored["title"])
         except (OSError, ValueError, KeyError, TypeError):
             continue

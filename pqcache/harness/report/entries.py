@@ -16,7 +16,6 @@ The other line is the cell of that name, or the method where cells have no names
 same budget if it has one.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -26,6 +25,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report import published
 from pqcache.harness.report.rows import ROWS, Row, compared, find_full, read_row, read_rows
 from pqcache.harness.report.tables import apart, cell_label, varying_keys
+from pqcache.outside import read_json
 
 AVERAGE = published.AVERAGE
 OF_TWO = ("percent", "gain", "minus", "seconds", "share", "timed")  # columns that are computed from others
@@ -74,10 +74,10 @@ def status(cell: Cell) -> tuple[str, str]:
     if cell.skip is not None:
         return "not applicable", cell.skip
     try:
-        recorded = json.loads((cell.folder / "status.json").read_text())
-    except (OSError, ValueError):
+        recorded = read_json(cell.folder / "status.json")
+        state = str(recorded.get("status"))
+    except (OSError, ValueError, AttributeError):
         return "missing", ""
-    state = str(recorded.get("status"))
     return (state, str(recorded.get("reason") or "")) if state in ("not applicable", "failed") else ("missing", "")
 
 

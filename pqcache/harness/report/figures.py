@@ -25,7 +25,6 @@ begin at 0. y is a column of `report.columns` or what one may be, such as row:tt
     show                         bars: value | change (to Full) | deficit (to Full) | normalised (divided by the cell `to`)
 """
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -40,6 +39,7 @@ from pqcache.harness.report.figure_request import FigureRequest, cell_title, key
 from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
+from pqcache.outside import read_json
 
 SHOWN = {"value": "{}", "change": "{}: change to Full", "deficit": "{}: deficit to Full", "normalised": "{}, {} = 1"}
 SIZES = {"machine": "Machine size", "paper": "The paper's size"}
@@ -238,7 +238,7 @@ def _heat_maps(request: FigureRequest) -> Path | None:
     for cell, _ in request.measured:
         if (file := cell.folder / "heatmap.json").exists():
             budget = "" if cell.ignores_budget else f"{cell.identity['budget']:g}"
-            runs[_joined(cell_title(cell), budget)] = json.loads(file.read_text())["samples"]
+            runs[_joined(cell_title(cell), budget)] = read_json(file)["samples"]
     folders = dict.fromkeys(row["task_options"].get("haystack") for row in request.rows.values())
     text = ", ".join("constructed prose" if folder is None else str(folder) for folder in folders)
     return needle_maps(runs, request.path, f"{request.caption()} Haystack: {text}.")
@@ -247,7 +247,7 @@ def _heat_maps(request: FigureRequest) -> Path | None:
 def _curves(request: FigureRequest) -> Path | None:
     """perplexity.json of every cell, as task=pg19 writes it."""
     files = {cell_title(cell): cell.folder / CURVES for cell, _ in request.measured}
-    runs = [{**json.loads(file.read_text()), "title": title} for title, file in files.items() if file.exists()]
+    runs = [{**read_json(file), "title": title} for title, file in files.items() if file.exists()]
     return draw_curves(runs, request.path, request.caption()) if runs else None
 
 

@@ -18,6 +18,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.report import plots
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.tasks import Figure
+from pqcache.outside import read_json
 
 MAX_POINTS = 400  # of a stored curve
 # what a run leaves -> the picture of all runs
@@ -117,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("out", type=Path, help="the out= folder of the runs")
     out: Path = parser.parse_args(argv).out
     names = (*HEAT_MAPS, CURVES)
-    found = {name: {p.parent.name: json.loads(p.read_text()) for p in sorted(out.glob(f"*/{name}"))} for name in names}
+    found = {name: {p.parent.name: read_json(p) for p in sorted(out.glob(f"*/{name}"))} for name in names}
     if not any(found.values()):
         parser.error(
             f"{out}: no {' or '.join(names)} in any folder below; run task=needle or task=pg19 with out={out} first"

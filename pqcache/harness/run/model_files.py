@@ -11,6 +11,7 @@ from typing import Any
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.atomic import write_text
+from pqcache.outside import read_json
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
@@ -33,6 +34,13 @@ _known: dict[str, str] = {}
 
 class Unusable(ValueError):
     """A model that cannot be run, in one line that says why."""
+
+
+def check_kinds(folder: Path) -> None:
+    """Refuse a folder with a pipe or a device, which would be waited for."""
+    for file in folder.iterdir():
+        if file.exists() and not file.is_file() and not file.is_dir():
+            raise Unusable(f"model.path={folder}: {file.name} is no regular file")
 
 
 def check_format(path: str, *, allow_pickle: bool) -> None:
@@ -62,9 +70,9 @@ def check_format(path: str, *, allow_pickle: bool) -> None:
 def _parts(index: Path) -> list[str]:
     """The files that an index of weights names."""
     try:
-        parts = json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()
+        parts = read_json(index)["weight_map"].values()
         return sorted({str(part) for part in parts})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise Unusable(f"model.path={index.parent}: {index.name} is no index of weights") from error
 
 
@@ -190,7 +198,7 @@ def file_hash(path: Path) -> str:
 
 def _read(store: Path) -> dict[str, str]:
     try:
-        value = json.loads(store.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+        value = read_json(store)
+    except (OSError, ValueError):
         return {}
     return {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}

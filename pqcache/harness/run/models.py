@@ -15,6 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
+from pqcache.outside import within
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")
 INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
 OFFLOAD = "offload"  # the folder in cache_dir for weights on the disk
+TEMPLATE_S = 10.0  # seconds in which a chat template renders a prompt
 JOIN = 64  # tokens that joining two halves of a prompt may add
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
@@ -89,7 +91,8 @@ class LoadedModel:
         turns = [{"role": "system", "content": str(self.system)}] if own else []
         turns += [dict(turn) for turn in before] + [{"role": "user", "content": prompt}]
         told = answers.template_options(self.thinking, self.tokenizer)
-        text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
+        with within(TEMPLATE_S, "the model's chat template"):
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         assert isinstance(text, str)
         return text
 
@@ -391,6 +394,8 @@ def local_or_hub(options: dict[str, Any]) -> str:
         return str(folder)
     path = str(options["path"])
     local = Path(path).expanduser()
+    if local.is_dir():
+        model_files.check_kinds(local)
     return str(local) if local.is_dir() else path
 
 

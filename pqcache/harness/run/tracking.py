@@ -22,6 +22,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import one_line, say_once, without_secrets
 from pqcache.harness.report.rows import Row, read_row
 from pqcache.harness.run.samples import SampleLog
+from pqcache.outside import read_json
 
 MARK = "logged.json"
 SERVER = "https://api.wandb.ai"  # unless WANDB_BASE_URL names another one
@@ -81,7 +82,7 @@ def sync(plan: RunPlan) -> int:
 def is_logged(folder: Path, mode: str) -> bool:
     """Whether the row that is in a cell's folder was logged: sent, or for mode=offline at least written."""
     try:
-        known = json.loads((folder / MARK).read_text(encoding="utf-8"))
+        known = read_json(folder / MARK)
         return known["mode"] in (mode, "online") and known["row"] == _digest(folder)
     except (OSError, ValueError, KeyError, TypeError):
         return False

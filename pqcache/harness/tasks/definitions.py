@@ -8,12 +8,16 @@ import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import yaml
+
+from pqcache.outside import LARGEST_YAML, open_regular, read_text, within
 
 # A definition's name, or a list of its tags. Definitions include files without a suffix, whose tags they share.
 NAMED = re.compile(rb"""^["']?(?:task|group|tag)["']?[ \t]*:[ \t]*([^\n]*)((?:\n[ \t]*-[ \t][^\n]*)*)""", re.MULTILINE)
 WORD = re.compile(rb"""[^\s,\[\]"'#-][^\s,\[\]"'#]*""")
+TEMPLATE_S = 10.0  # seconds in which a template is rendered
 CLOSE = 60  # names that are compared with care
 
 PLAIN = "tag:yaml.org,2002:"  # YAML's own tags; `!!python/...` has the same beginning
@@ -65,7 +69,7 @@ def _texts(folder: Path | str) -> Iterator[bytes]:
             yield from _texts(entry.path)
         elif entry.name.endswith(".yaml") or "." not in entry.name:
             try:
-                with open(entry.path, "rb", buffering=0) as file:
+                with open_regular(entry.path, LARGEST_YAML) as file:
                     yield file.read()
             except OSError:
                 continue
@@ -90,10 +94,14 @@ def refuse_code(folder: Path) -> None:
             continue
         seen.add(path)
         try:
-            with open(path, "rb") as file:
-                root = yaml.compose(file, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-        except (OSError, ValueError, RecursionError, yaml.YAMLError):
+            text = read_text(path, LARGEST_YAML)
+            root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+        except (UnicodeDecodeError, RecursionError, yaml.YAMLError):
             continue  # lm-eval cannot read it either
+        except OSError as error:
+            if path.exists():  # what lm-eval would wait for
+                raise ValueError(f"task.include={folder}: {' '.join(str(error).split())}") from error
+            continue
         if root is None:
             continue
         for node in _nodes(root):
@@ -149,11 +157,20 @@ def _known(name: str) -> bool:
 
 def sandbox_templates() -> None:
     """Render lm-eval's templates where no attribute leads to Python's own objects."""
+    from jinja2 import Template
     from jinja2.sandbox import SandboxedEnvironment
     from lm_eval import utils
+
+    class Limited(Template):
+        """A template that is rendered in a limited time."""
+
+        def render(self, *given: Any, **named: Any) -> str:
+            with within(TEMPLATE_S, "a template of the task's definition"):
+                return super().render(*given, **named)
 
     env = utils.env
     if not isinstance(env, SandboxedEnvironment):
         same = {"undefined": env.undefined, "keep_trailing_newline": env.keep_trailing_newline}
         utils.env = SandboxedEnvironment(loader=env.loader, **same)
         utils.env.filters.update(env.filters)
+        utils.env.template_class = Limited

@@ -21,6 +21,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from pqcache import outside
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
@@ -41,6 +42,7 @@ TAIL = (
 EMBEDDED_GRID = ([1024, 2048, 4096, 8192], [0, 25, 50, 75, 100])
 GRID = ([1000 + 2900 * i for i in range(11)], [10 * i for i in range(11)])  # 1000..30000 x 0..100 percent
 
+TRIES = 100  # cuts of a text until it is short enough
 SMALLEST_HAYSTACK = 1000  # characters; a shorter text would be repeated too often
 _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)\.[\"')\]’”]*(?=[\sA-Z]|$)")
 
@@ -100,12 +102,18 @@ class Needle(Task[NeedleOptions]):
     def _haystack(self, tokenizer: Any, seed: int, length: int) -> Tokens:
         """A text of at least `length` tokens."""
         if self.options.haystack is None:
-            characters = 4 * length
-            while len(tokens := Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))) < length:
+            characters, tokens = 4 * length, None
+            while tokens is None or len(tokens) < length:
+                before = len(tokens or "")
+                tokens = Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))
+                require(
+                    len(tokens) > 1.2 * before, "lengths", length, "the tokenizer has no more tokens for a longer text"
+                )
                 characters *= 2
             return tokens
         text = read_haystack(self.options.haystack)
         tokens = Tokens(tokenizer, text)
+        require(len(tokens) > 0, "haystack", self.options.haystack, "the tokenizer has no token for it")
         if len(tokens) < length:
             tokens = Tokens(tokenizer, "\n".join([text] * (length // len(tokens) + 1)))
         return tokens
@@ -117,9 +125,9 @@ def read_haystack(folder: str) -> str:
         return book_text()
     path = Path(folder).expanduser()
     require(path.is_dir(), "haystack", folder, "is no folder; must be book, or a folder of .txt files")
-    files = sorted(path.glob("*.txt"))
+    files = sorted(file for file in path.glob("*.txt") if file.is_file())
     require(bool(files), "haystack", folder, "holds no .txt file; must be book, or a folder of .txt files")
-    text = "\n".join(f.read_text(encoding="utf-8", errors="replace") for f in files)
+    text = "\n".join(outside.read_text(f, errors="replace") for f in files)
     allowed = f"holds {len(text)} characters of text; must hold at least {SMALLEST_HAYSTACK}"
     require(len(text) >= SMALLEST_HAYSTACK, "haystack", folder, allowed)
     return text
@@ -163,16 +171,16 @@ def make_prompt(tokens: Tokens, count_tokens: Callable[[str], int], length: int,
     bare = count_tokens(HEAD + NEEDLE + TAIL)
     require(bare <= length, "lengths", length, f"is too short; the needle and the question alone take {bare} tokens")
     n = min(length - bare, len(tokens))
-    while True:
+    for _ in range(TRIES):
         context = tokens.text[: tokens.end(n)]
         body = insert_needle(context, tokens.end(n * depth // 100), depth)
         prompt = HEAD + body + ("" if body.endswith("\n") else "\n") + TAIL
         count = count_tokens(prompt)
         if count <= length or n == 0:
-            break
+            return prompt, count
         # tokens merge and split where the pieces join
         n = max(0, n - (count - length))
-    return prompt, count
+    raise ValueError(f"task.lengths={length}: the tokenizer has no fewer tokens for a shorter text")
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

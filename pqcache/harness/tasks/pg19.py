@@ -27,6 +27,7 @@ from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
 from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
+from pqcache.outside import read_text
 
 OFFLINE = f"{BOOK} (which is shipped) or {CONSTRUCTED}"
 FIELDS, FILES = ("short_book_title", "text"), ("test.jsonl", "test.parquet")
@@ -100,11 +101,17 @@ class PG19(Task[PG19Options]):
             require(book == 0, "book", book, "task.source=book is one book, number 0")
             return TITLE, book_text(), book_facts()
         path = Path(source).expanduser()
-        files = [path] if path.suffix == ".txt" else sorted(path.glob("*.txt")) if path.is_dir() else []
+        files = (
+            [path]
+            if path.suffix == ".txt"
+            else sorted(file for file in path.glob("*.txt") if file.is_file())
+            if path.is_dir()
+            else []
+        )
         if files:
             require(book < len(files), "book", book, f"{source} holds {len(files)}")
             file = files[book]
-            return file.stem, file.read_text(encoding="utf-8", errors="replace"), file_facts(file)
+            return file.stem, read_text(file, errors="replace"), file_facts(file)
         rows, facts = DATA.read(source)
         require(book < len(rows), "book", book, f"the data set holds {len(rows)}")
         return str(rows[book]["short_book_title"]), rows[book]["text"], facts

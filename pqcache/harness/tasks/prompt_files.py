@@ -10,13 +10,14 @@ one prompt. Rows of LongBench get their data set's prompt. Other fields are not 
 from __future__ import annotations
 
 import csv
-import json
+import io
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
+from pqcache import outside
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines, sha256
@@ -76,7 +77,7 @@ def prompt_facts(source: str) -> Facts:
 
 def read_text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8-sig")
+        return outside.read_text(path, encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
@@ -107,7 +108,7 @@ def _csv_lines(path: Path, fields: Mapping[str, str]) -> dict[int, dict[str, Any
     found: dict[int, dict[str, Any]] = {}
     size = csv.field_size_limit(LONGEST_LINE)
     try:
-        with path.open(newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(outside.open_regular(path), newline="", encoding="utf-8-sig") as file:
             for cells in (reader := csv.DictReader(file, strict=True)):
                 where = f"{path}, line {reader.line_num}"
                 if None in cells:
@@ -115,8 +116,8 @@ def _csv_lines(path: Path, fields: Mapping[str, str]) -> dict[int, dict[str, Any
                 found[reader.line_num] = row = {name: cell for name, cell in cells.items() if cell}
                 for name in lists & row.keys():
                     try:
-                        row[name] = json.loads(row[name])
-                    except (json.JSONDecodeError, RecursionError) as error:
+                        row[name] = outside.parse_json(row[name])
+                    except ValueError as error:
                         raise ValueError(f"task.source: {where}, {name}: is no JSON list") from error
     except (OSError, csv.Error, UnicodeDecodeError) as error:
         raise ValueError(f"task.source: {path} is no CSV file ({' '.join(str(error).split())})") from error
@@ -144,8 +145,8 @@ class _Line:
             value = str(value)
         if not isinstance(value, str) or not value.strip():
             self.fail(field, f"{at}is {'empty' if isinstance(value, str) else 'no text'}")
-        if "\0" in value or any("\ud800" <= c <= "\udfff" for c in value):
-            self.fail(field, f"{at}holds {'a NUL byte' if chr(0) in value else 'half of a surrogate pair'}")
+        if "\0" in value:
+            self.fail(field, f"{at}holds a NUL byte")
         return value
 
     def texts(self, field: str, value: Any, at: str = "") -> list[str]:

@@ -13,6 +13,7 @@ one such data set, `LocalSplits` the local rows of a task of lm-eval.
 
 import gzip
 import hashlib
+import io
 import json
 import logging
 import lzma
@@ -27,6 +28,7 @@ from typing import Any, Protocol, TextIO, TypeVar
 
 from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import GENERATED, Task, require
+from pqcache.outside import open_regular, parse_json
 
 HUB, CONSTRUCTED = "hub", "constructed"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -184,7 +186,7 @@ class LocalSplits(dict[str, Any]):
         root = Path(self.source).expanduser()
         if root.is_file():
             return root
-        files = [path for path in sorted(root.iterdir()) if path.name.endswith(SUFFIXES)]
+        files = [path for path in sorted(root.iterdir()) if path.name.endswith(SUFFIXES) and path.is_file()]
         return files[0] if len(files) == 1 else local_file(self.source, *(f"{split}{suffix}" for suffix in SUFFIXES))
 
     @property
@@ -255,7 +257,7 @@ def sha256(path: Path) -> str:
 
 @lru_cache(maxsize=256)
 def _sha256(path: str, size: int, mtime: int) -> str:
-    with open(path, "rb") as file:
+    with open_regular(path, sys.maxsize) as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -268,7 +270,8 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
         import pandas as pd
 
         try:
-            rows = pd.read_parquet(path).head(limit if limit is not None else None).to_dict("records")
+            with open_regular(path) as file:
+                rows = pd.read_parquet(file).head(limit if limit is not None else None).to_dict("records")
         except Exception as error:  # Arrow's kinds of errors
             raise ValueError(f"task.source: {path} is no Parquet file ({_line(error)})") from error
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
@@ -278,8 +281,9 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
 def read_lines(path: Path, **how: Any) -> dict[int, dict[str, Any]]:
     """Line number -> row of a .jsonl or .jsonl.gz file. how: of `parse_lines`."""
     try:
-        with (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8-sig") as file:
-            return parse_lines(file, str(path), **how)
+        with open_regular(path) as file:
+            text = io.TextIOWrapper(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, encoding="utf-8-sig")
+            return parse_lines(text, str(path), **how)
     except OSError as error:
         raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
@@ -295,7 +299,7 @@ def parse_lines(
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
-                rows[number] = _checked(json.loads(line), fields, f"{name}, line {number}")
+                rows[number] = _checked(parse_json(line), fields, f"{name}, line {number}")
     except json.JSONDecodeError as error:
         what = f"{error.msg}, column {error.colno}"
         raise ValueError(f"task.source: {name} is no JSON lines file (line {number}: {what})") from error

@@ -101,7 +101,6 @@ WRONG = {
     "a number": ('{"prompt": 5}', "line 1, prompt: is no text"),
     "white": ('{"prompt": " "}', "line 1, prompt: is empty"),
     "NUL": ('{"prompt": "a\\u0000"}', "line 1, prompt: holds a NUL byte"),
-    "surrogate": ('{"prompt": "\\ud800"}', "line 1, prompt: holds half of a surrogate pair"),
     "both": ('{"prompt": "a", "messages": []}', "line 1, messages: stands beside prompt"),
     "two answers": ('{"prompt": "a", "answer": "b", "answers": ["b"]}', "line 1, answers: stands beside answer"),
     "no list": ('{"prompt": "a", "answers": "b"}', "line 1, answers: must be a list of at least 1 text"),

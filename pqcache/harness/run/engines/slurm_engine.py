@@ -22,6 +22,7 @@ from pqcache.harness.config.options import Refused, SlurmLaunch, without_secrets
 from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import FOLDER as LAUNCH
 from pqcache.harness.run.units import Failure, Job, Report, Unit, UnitResult
+from pqcache.outside import read_json
 
 POLL = 5.0  # seconds between two looks at the queue and the results
 GRACE = 15.0  # seconds for which a task may be out of the queue before its result is visible on the driver's disk
@@ -82,7 +83,7 @@ class _Round:
         self._attempts: dict[str, int] = {}  # unit -> attempts that were lost
         self._gone: dict[str, float] = {}  # task -> since when it is out of the queue
         try:
-            stored = json.loads(self._ledger.read_text(encoding="utf-8"))
+            stored = read_json(self._ledger)
             tasks = {str(task["id"]): [str(name) for name in task["units"]] for task in stored["tasks"]}
             self._tasks = {task: names for task, names in tasks.items() if self._open.keys() & set(names)}
             self._attempts = {name: int(n) for name, n in stored["attempts"].items() if name in self._open}
@@ -124,7 +125,7 @@ class _Round:
     def _report_result(self, name: str) -> None:
         path = self._results / f"{name}-{self._attempts.get(name, 0)}.json"
         try:
-            stored = json.loads(path.read_text(encoding="utf-8"))
+            stored = read_json(path)
             failures = {cell: Failure(**failure) for cell, failure in stored.pop("failures").items()}
             result = UnitResult(**stored, failures=failures)
         except (OSError, ValueError, TypeError, KeyError, AttributeError):

@@ -249,12 +249,16 @@ def make_rows(
     def row(number: int, units: int) -> dict[str, Any]:
         return constructed_row(family, Random(f"ruler/{family}/{seed}/{number}"), units, length, haystack)
 
-    def fits(one: dict[str, Any]) -> bool:
-        return count_tokens(prompt_of(one) + one["answer_prefix"]) + NEW_TOKENS[family] <= length
+    def size(one: dict[str, Any]) -> int:
+        return count_tokens(prompt_of(one) + one["answer_prefix"]) + NEW_TOKENS[family]
 
-    low, high = 0, 4
-    while fits(row(0, high)):
-        low, high = high, 2 * high
+    def fits(one: dict[str, Any]) -> bool:
+        return size(one) <= length
+
+    low, high, before = 0, 4, 0
+    while (now := size(row(0, high))) <= length:
+        require(before < now, "length", length, "the tokenizer has no more tokens for a longer text")
+        low, high, before = high, 2 * high, now
     while high - low > 1:
         middle = (low + high) // 2
         low, high = (middle, high) if fits(row(0, middle)) else (low, middle)
