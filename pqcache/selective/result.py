@@ -66,12 +66,13 @@ def allowed_tokens(method: Method, prompt: int, steps: int) -> float:
     return fmean(method.budget.total(prompt + step) for step in range(steps))
 
 
-def _layers(cache: SelectiveCache) -> dict[str, int]:
-    """How many layers the method serves, where that is not all of the model, and the bytes of what it does not serve."""
+def _layers(cache: SelectiveCache) -> dict[str, Any]:
+    """Which layers the method serves, where that is not all of the model, and the bytes of what it does not serve."""
     if len(cache.served) == len(cache.layers) and cache.states is None:
         return {}
     counts = {"served_layers": len(cache.served), "model_layers": len(cache.layers)}
-    return {**counts, "other_layers_bytes": cache.other_bytes()}
+    numbers = " ".join(str(layer.model_idx) for layer in cache.served)
+    return {**counts, "served_layer_numbers": numbers, "other_layers_bytes": cache.other_bytes()}
 
 
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
