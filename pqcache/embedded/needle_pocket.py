@@ -15,16 +15,54 @@ from typing import TYPE_CHECKING, Any
 
 from pqcache.embedded.documents import Fact, make_facts
 from pqcache.embedded.prompts import chat_length, fill, mixed, size
-from pqcache.embedded.words import pseudo_words
+from pqcache.embedded.words import Words, pseudo_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Count = Callable[[str], int]
 FACTS_PER_1K, NEAR_DUPLICATES_PER_1K = 6, 6
 N_VALUES = 5
 _INTRO = "Here are some notes and stories."
 # Tokens; a shorter prompt has no room for a fact, a duplicate and the question.
 _SHORTEST = 96
+
+
+def _question(fact: Fact) -> str:
+    return f"\nWhat is the {fact.key}?"
+
+
+def _document(
+    rng: Random, length: int, facts: list[Fact], question: str, tokenizer: PreTrainedTokenizerBase, count_tokens: Count
+) -> str:
+    """The facts in filler text, and the question."""
+    room = length - count_tokens(_INTRO + question)
+    pieces = [(" " if rng.random() < 0.7 else "\n") + f.sentence for f in facts]
+    room -= sum(size(tokenizer, p) for p in pieces)
+    return _INTRO + mixed(rng, pieces, fill(rng, tokenizer, room)) + question
+
+
+def make_chat(
+    index: int,
+    length: int,
+    turns: int,
+    seed: int,
+    tokenizer: PreTrainedTokenizerBase,
+    count_tokens: Count,
+    words: Words,
+    numbers: bool,
+) -> tuple[list[str], list[str]]:
+    """(messages of the user, right answers): each asks for another fact of the document in the first one, of `length` tokens.
+
+    numbers: a value is a number of seven digits, which every model can repeat, not five pseudo-words.
+    """
+    rng = Random(f"needle_pocket/turns/{seed}/{index}/{length}/{turns}")
+    n = max(turns, round(FACTS_PER_1K * length / 1000))
+    values = tuple(str(rng.randrange(10**6, 10**7)) for _ in range(4 * n)) if numbers else words.values_eval
+    facts = make_facts(rng, n, n, 1 if numbers else N_VALUES, words.names_eval, values)
+    asked = rng.sample(facts[:n], turns)
+    prompt = _document(rng, length, facts, _question(asked[0]), tokenizer, count_tokens)
+    return [prompt, *map(_question, asked[1:])], [" ".join(fact.values) for fact in asked]
 
 
 def _sample(
@@ -36,12 +74,7 @@ def _sample(
     n_near = max(1, round(NEAR_DUPLICATES_PER_1K * length / 1000))
     facts = make_facts(rng, n_facts, n_near, N_VALUES, words.names_eval, words.values_eval)
     target: Fact = facts[rng.randrange(n_facts)]
-    question = f"\nWhat is the {target.key}?"
-    room = length - count_tokens(_INTRO + question)
-    pieces = {f: (" " if rng.random() < 0.7 else "\n") + f.sentence for f in facts}
-    room -= sum(size(tokenizer, p) for p in pieces.values())
-    filler = fill(rng, tokenizer, room)
-    prompt = _INTRO + mixed(rng, [pieces[f] for f in facts], filler) + question
+    prompt = _document(rng, length, facts, _question(target), tokenizer, count_tokens)
     depth = prompt.index(target.sentence) / len(prompt)
     return {
         "prompt": prompt,

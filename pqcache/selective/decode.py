@@ -116,17 +116,18 @@ def answer(
     prefill_chunk: int | None = None,
     prefill: Prefill | None = None,
     graph: str = "off",
+    past: int = 0,
 ) -> tuple[list[_Row], list[float]]:
     """The answered rows, and the time of each of their tokens since submission.
 
     cache: any transformers cache for one request; for several a SelectiveCache that was begun, `left_padded`. prefill_chunk:
     columns per prefill block. prefill: the recorded prompts, in place of forward passes. graph: auto records the decode steps of
-    a SelectiveCache with kernels=auto and replays them; off runs each from Python.
+    a SelectiveCache with kernels=auto and replays them; off runs each from Python. past: tokens that one row's cache has.
     """
     ids, pads = (x.to(home(model)) for x in pad_left(requests))
     clock = Clock(ids.device)
     running = rows = [_Row(request) for request in requests]
-    positions = (torch.arange(ids.shape[1], device=ids.device) - pads[:, None]).clamp_min(0)
+    positions = past + (torch.arange(ids.shape[1], device=ids.device) - pads[:, None]).clamp_min(0)
     at = positions[:, -1:]
     if prefill is not None:
         logits = feed(cache, prefill).clone()  # other methods read them too
@@ -207,6 +208,7 @@ def generate(
     lanes: Lanes | None = None,
     kernels: str = "torch",
     graph: str = "auto",
+    then: Callable[[list[int]], Request | None] | None = None,
 ) -> GenerationResult:
     """Generation of one prompt, input_ids (1, s), under `method`; see Request for what ends it.
 
@@ -214,6 +216,8 @@ def generate(
     prefill: what shared_prefill.record made of the prompt, its question tokens left out; saves the forward pass.
     kernels: torch, or auto: decode steps on a CUDA device by Triton kernels, where the method allows it.
     graph: auto, or off, see `answer`: with kernels=auto, recorded steps. The same tokens up to rounding.
+    then: called with an answer's tokens, gives the next turn of a chat on the same cache; None: there is none. Its ids begin with
+    the answer's last token, which the cache has not seen. The result is of all turns, prefill_s and tt2t_s are of the first.
     lanes: see SelectiveCache. Nothing runs beside the model any more when this returns or raises.
     Raises NotApplicable or ValueError before the first forward pass if method, model and prompt do not fit together,
     OwnPrefill if a recorded prefill is not what this method would have computed, and NonFinite at the end if logits held NaN or
@@ -230,7 +234,13 @@ def generate(
     with run:
         (row,), marks = run.answer()
         row.check()
-        result = report(run.cache, row.tokens, marks, input_ids.shape[1], request.body)
+        tokens, steps = row.tokens, list[float]()
+        while then is not None and (turn := then(row.tokens)) is not None:
+            (row,), more = run.answer(turn)
+            row.check()
+            tokens, steps = tokens + row.tokens, steps + [b - a for a, b in zip(more, more[1:])]
+        result = report(run.cache, tokens, marks, input_ids.shape[1], request.body)
+        result.step_s += steps
     if prefill is not None or in_lockstep():
         result.prefill_s = result.tt2t_s = None
     return result
@@ -343,11 +353,16 @@ class _Run:
     def __exit__(self, *_: object) -> None:
         self.cache.lanes.close()
 
-    def answer(self) -> tuple[list[_Row], list[float]]:
+    def answer(self, turn: Request | None = None) -> tuple[list[_Row], list[float]]:
+        """The answers to the prompts, or to one row's next turn."""
+        how: dict[str, Any] = {"prefill_chunk": self.chunk, "prefill": self.prefill, "graph": self.graph}
+        if turn is not None:
+            chunk = chunk_of(self.cache.method, turn.body, self.chunk)
+            how |= {"prefill_chunk": chunk, "prefill": None, "past": self.cache.columns}
+            if turn.body > 1:  # one token is a decode step
+                self.cache.begin_turn(turn.body)
         with attach(self.model):
-            answered = answer(
-                self.model, self.cache, self.requests, prefill_chunk=self.chunk, prefill=self.prefill, graph=self.graph
-            )
+            answered = answer(self.model, self.cache, self.requests if turn is None else [turn], **how)
         if self.prefill is not None:
             self.prefill.check_unchanged()
         return answered

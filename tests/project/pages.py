@@ -11,7 +11,7 @@ FILLED_IN = {
     "<hub id, folder or GGUF file>": "someone/model",
     "<name>": "demo",
     "<a command>": "method=pqcache",
-    "my_prompts.jsonl": f"{REPO}/docs/my_prompts.jsonl",
+    **{name: f"{REPO}/docs/{name}" for name in ("my_prompts.jsonl", "my_chats.jsonl")},
     "...": "method=pqcache",
     "<that cell's folder>": "{folder}",
     "<folder>": "{folder}",

@@ -45,6 +45,7 @@ SHORT = {
     "pocket": "task=pocket_qa task.length=512",
     "pocket_qa": "task.length=512",
     "prompts": "",
+    "turns": "task.length=300",
     "ruler": "task.families=[niah_single_1] task.length=512",
 }
 # Words that leave a few cells of a large experiment; all of them are composed by test_docs.py.
@@ -55,6 +56,7 @@ FEW = {
     "hybrids": "cell=full,pqcache_host,quest_block_cache",
     "long_chain": "cell=full,pqcache",
     "pocket_budget": "method=full,pqcache budget=0.2",
+    "turns": "method=full,snapkv",
     "pocket_kvcrush_fig5": "cell=full,snapkv_25",
 }
 # -- running ---------------------------------------------------------------------------------------------------------------

@@ -89,6 +89,7 @@ MEASURES = {
         Measure("to_full", "to Full", "to_full", better=max),
         Measure("p", "p", "to_full.p", 3),
         Measure("kl", "KL to Full", "metric.kl", 4, min),
+        Measure("fall", "fall", "metric.fall", 1, min, 100.0),
         Measure("samples", "samples", "samples", 0),
         Measure("tpot", "TPOT ms", "tpot_p50_ms", 2, min),
         Measure("tpot_p95", "TPOT p95 ms", "tpot_p95_ms", 2, min),
@@ -284,7 +285,7 @@ def _field(record: Record | None, of: Measure, best: float | None, *, marked: bo
         text = MISSING if of.name == "p" and MEASURES["to_full"].of(record) is not None else EMPTY
     bold = best is not None and value == best and record["method"] not in NOT_RANKED
     sampled = of.name in ("score", "to_full") and bool(record["row"]["sample_scores"])
-    sampled |= of.name == "kl" and of.interval(record) is not None
+    sampled |= of.name in ("kl", "fall") and of.interval(record) is not None
     interval = spread(value, of.interval(record), lambda x: show(x, of.digits)) if sampled else ""
     interval = f"[{MISSING}]" if interval == MISSING else interval
     mark = budget_mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""

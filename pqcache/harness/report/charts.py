@@ -83,6 +83,7 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
         sub_tasks = [name for name in dict.fromkeys(part[1] for part in parts) if name != AVERAGE]
         grid = grid.reindex(index=list(dict.fromkeys(marks.shown)), columns=[*sub_tasks, AVERAGE])
         yield Panel(f"{title}: score by sub-task", grid, kind="map", colour="score", scale=(0.0, 100.0))
+    yield plots.by_turn(f"{title}: score by turn", whole, marks.shown)
     for key, label in BY_LAYER.items():
         found = [((record["row"]["diagnostics"] or {}).get("by_layer") or {}).get(key) or () for record in whole]
         lines = [plots.series(name, range(len(of)), of) for name, of in zip(marks.shown, found, strict=True) if of]

@@ -7,6 +7,7 @@
     figure: {kind: scatter, x: time, y: score, size: ratio}       a point per line; columns of `report.columns`
     figure: {kind: heat_maps}                                     needle: a map per method, side by side
     figure: {kind: curves}                                        pg19: perplexity over the length
+    figure: {kind: turns}                                         turns: score by turn
 
 and those of special_figures.py. There is a panel per model and data set. Axes of scores, shares and times
 begin at 0. y is a column of `report.columns` or what one may be, such as row:tt2t_s. More keys:
@@ -36,6 +37,7 @@ from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import plots, special_figures
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
+from pqcache.harness.report.frame import budget_text, frame
 from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
 from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
@@ -244,6 +246,16 @@ def _heat_maps(request: FigureRequest) -> Path | None:
     return needle_maps(runs, request.path, f"{request.caption()} Haystack: {text}.")
 
 
+def _turns(request: FigureRequest) -> Path | None:
+    """The score by turn of every cell of task=turns."""
+    cells, rows = zip(*request.measured, strict=True)
+    names = [
+        _joined(cell_title(cell), "" if cell.ignores_budget else budget_text(row)) for cell, row in zip(cells, rows)
+    ]
+    panel = plots.by_turn("", frame(rows).to_dict("records"), names)
+    return plots.draw([panel], request.path, request.caption(), size=LARGE)
+
+
 def _curves(request: FigureRequest) -> Path | None:
     """perplexity.json of every cell, as task=pg19 writes it."""
     files = {cell_title(cell): cell.folder / CURVES for cell, _ in request.measured}
@@ -257,5 +269,6 @@ KINDS = {
     "scatter": _scatter,
     "heat_maps": _heat_maps,
     "curves": _curves,
+    "turns": _turns,
     **special_figures.KINDS,
 }

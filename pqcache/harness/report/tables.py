@@ -17,10 +17,11 @@ from pqcache.harness.tasks import task_class
 from pqcache.registry import method_class
 
 QUALITY, COST = (
-    ("score", "to Full", "95 % interval", "KL to Full", "attended"),
+    ("score", "to Full", "95 % interval", "KL to Full", "fall", "attended"),
     ("device MiB", "host MiB", "TT2T s", "TPOT ms"),
 )
 COLUMNS = (*QUALITY, *COST)
+OF_METRICS = {"KL to Full": "kl", "fall": "fall"}  # of fidelity, of turns
 TIERS = {"device MiB": "device", "host MiB": "host"}
 
 
@@ -42,7 +43,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
     empty = {"host MiB"} if not any((row["resident_bytes"] or {}).get("host") for row in rows.values()) else set()
-    empty |= {"KL to Full"} if all(_kl(row) is None for row in rows.values()) else set()
+    empty |= {name for name, key in OF_METRICS.items() if all(_metric(row, key) is None for row in rows.values())}
     table = table.part([column for column in COLUMNS if column not in empty])
     text = table.plain()
     if max(map(len, text.splitlines())) > (width or shutil.get_terminal_size((160, 24)).columns):
@@ -50,9 +51,9 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     return text
 
 
-def _kl(row: Row) -> float | None:
-    """KL(Full || method) of a row of task=fidelity, mean over its sub-tasks; None for others."""
-    return known_mean(task.get("metrics", {}).get("kl") for task in (row["tasks"] or {}).values())
+def _metric(row: Row, key: str) -> float | None:
+    """A metric of a row, mean over its sub-tasks; None for tasks without it."""
+    return known_mean(task.get("metrics", {}).get(key) for task in (row["tasks"] or {}).values())
 
 
 def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
@@ -63,7 +64,8 @@ def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
         number(row["score"]),
         "" if is_full else signed(row["paired_difference"]),
         "" if is_full else spread(row["paired_difference"], row["paired_interval"], signed) + of_samples(row),
-        number(_kl(row), 4),
+        number(_metric(row, "kl"), 4),
+        number(None if (fall := _metric(row, "fall")) is None else 100 * fall),
         number(row["attended_tokens"], 0) + budget_mark(row),
         *(_mebibytes(row, full, tier, exact) for tier in TIERS.values()),
         number(row["tt2t_s"], 3),

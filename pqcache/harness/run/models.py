@@ -27,6 +27,7 @@ INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and 
 OFFLOAD = "offload"  # the folder in cache_dir for weights on the disk
 TEMPLATE_S = 10.0  # seconds in which a chat template renders a prompt
 JOIN = 64  # tokens that joining two halves of a prompt may add
+ANSWER = "(an-answer)"  # stands for one where a chat template is looked at
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
 
@@ -95,6 +96,11 @@ class LoadedModel:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         assert isinstance(text, str)
         return text
+
+    def turn(self, prompt: str) -> list[int]:
+        """Token ids between an answer and the answer to the user's next message: the end of the model's turn, and this one."""
+        text = self.wrap(prompt, before=[{"role": "user", "content": "?"}, {"role": "assistant", "content": ANSWER}])
+        return list(self.tokenizer(text.partition(ANSWER)[2], add_special_tokens=False)["input_ids"])
 
     def encode(self, text: str) -> list[int]:
         """Token ids of a wrapped prompt, led by the tokenizer's own opening tokens (BOS, or GLM's two) exactly once."""

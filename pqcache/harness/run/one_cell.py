@@ -54,9 +54,9 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
     spec, tasks = session.task(cell, loaded)
     settings = {name: task.config.generation_kwargs or {} for name, task in tasks["tasks"].items()}
     others = [name for name, task in tasks["tasks"].items() if task.OUTPUT_TYPE != "generate_until"]
-    others += [name for name, given in settings.items() if given.get("beside_full")]
+    others += [name for name, given in settings.items() if given.get("beside_full") or given.get("conversation")]
     if cell.run.batch > 1 and others:
-        raise ValueError(f"batch={cell.run.batch}: {others[0]} scores given texts, which works with batch=1 only")
+        raise ValueError(f"batch={cell.run.batch}: {others[0]} works with batch=1 only")
     cell.method.know_tokenizer(loaded.tokenizer)
 
     def scorer(task: str, doc: dict, response: str) -> float | None:
@@ -189,7 +189,7 @@ def _sample_metrics(answers: Iterable[dict[str, Any]], names: Sequence[str]) -> 
     """lm-eval task -> metric -> sample -> value; None where the task names no metric."""
     found: dict[str, dict[str, dict[str, float]]] = {}
     for answer in answers:
-        for name in names:
+        for name in names & answer["metrics"].keys():
             found.setdefault(answer["task"], {}).setdefault(name, {})[answer["key"]] = answer["metrics"][name]
     return found or None
 

@@ -58,6 +58,7 @@ class PromptFacts:
     bos_count: int | None
     sha256: str  # of the wrapped text
     end: str  # its last characters
+    turns: Sequence[list[int]] = ()  # token ids of each later turn of a chat: see LoadedModel.turn
 
 
 @dataclass(frozen=True)
@@ -207,16 +208,19 @@ class Reader:
         if beside_full := bool(settings.get("beside_full")):
             rules["beside_full"] = True
         begin, before = _beginning(request), _before(request)
+        if settings.get("conversation"):
+            rules["turns"] = list(request.doc["turns_after"])
         side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
         parts = prompt, before, begin, settings, rules, side, self.question_as_decode, self.smoke, self.max_new_tokens
         key = hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str).encode()).digest()
 
         def made() -> tuple[PromptFacts, list[int]]:
             wrapped = self._wrapped(task, prompt, before, settings)
-            return self._tokenize(*wrapped, begin, settings, rules)
+            facts, ids = self._tokenize(*wrapped, begin, settings, rules)
+            return replace(facts, turns=[loaded.turn(text) for text in rules.get("turns", ())]), ids
 
         known = self.known.facts(key, made)
-        self._check(task, doc_id, known.tokens, new_tokens)
+        self._check(task, doc_id, known.tokens, new_tokens + sum(len(turn) + new_tokens for turn in known.turns))
         ids = self.known.ids(key, made) if tokens else []
         prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, known.mark, known.old_mark)
         prepared = replace(prepared, beside_full=beside_full)

@@ -29,6 +29,7 @@ LONGBENCH = (
 TASKS: dict[str, str] = {
     "fidelity": "fidelity:Fidelity",
     "prompts": "prompts:Prompts",
+    "turns": "turns:Turns",
     "needle": "needle:Needle",
     "needle_pocket": "needle_pocket:NeedlePocket",
     "pocket": "pocket:Pocket",

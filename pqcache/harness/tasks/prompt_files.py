@@ -50,6 +50,12 @@ class Row:
         """For lm-eval: the last message is the prompt, the others stand before it in the chat."""
         return {"prompt": self.messages[-1]["content"], "turns_before": self.messages[:-1], "where": self.where, **more}
 
+    def conversation(self, **more: Any) -> dict[str, Any]:
+        """For lm-eval: the user's first message is the prompt, the others are turns after it. The model answers itself."""
+        system = [one for one in self.messages if one["role"] == "system"]
+        first, *others = (one["content"] for one in self.messages if one["role"] == "user")
+        return {"prompt": first, "turns_before": system, "turns_after": others, "where": self.where, **more}
+
 
 def check_prompts(source: str, word: str = "") -> None:
     """Refuse a source that is no file of prompts and no folder. word: what it may be beside."""
@@ -160,18 +166,20 @@ class _Line:
         for one, other in (("prompt", "messages"), ("answer", "answers")):
             if one in values and other in values:
                 self.fail(other, f"stands beside {self.names[one]}; allowed is one of them")
-        messages = self.messages(turns)
+        messages, name = self.messages(turns), self.text("id", values.get("id", self.where))
+        if turns:
+            return Row(self.where, name, messages, self.by_turn(values.get("answers"), messages), [])
         choices = self.texts("choices", values["choices"]) if "choices" in values else []
         answers: list[Any] = [self.text("answer", values["answer"])] if "answer" in values else []
         if "answers" in values:
-            answers = self.by_turn(values["answers"], messages) if turns else self.texts("answers", values["answers"])
+            answers = self.texts("answers", values["answers"])
         if len(set(choices)) < len(choices):
             self.fail("choices", "has a text twice")
         if choices and not answers:
             self.fail("choices", "needs an answer, which is missing")
         if choices and (wrong := [one for one in answers if one not in choices]):
             self.fail("answers" if "answers" in values else "answer", f"is none of the choices: {wrong[0][:80]}")
-        return Row(self.where, self.text("id", values.get("id", self.where)), messages, answers, choices)
+        return Row(self.where, name, messages, answers, choices)
 
     def messages(self, turns: bool) -> Messages:
         """The messages, the last of which is the user's; of a prompt one."""
@@ -210,7 +218,7 @@ class _Line:
             if one["role"] == "assistant" and before != "user":
                 self.fail("messages", f"{at}: the assistant answers a message of the user")
             if one["role"] == before == "user" and not turns:
-                self.fail("messages", f"{at} is the user's, and so is the one before")
+                self.fail("messages", f"{at} is the user's, and so is the one before; task=turns answers each")
             found.append({"role": one["role"], "content": self.text("messages", one["content"], f"{at} ")})
         if found[-1]["role"] != "user":
             self.fail("messages", "must end with a message of the user")
@@ -219,6 +227,8 @@ class _Line:
     def by_turn(self, value: Any, messages: Messages) -> list[list[str]]:
         """The right answers to each message of the user."""
         count = sum(one["role"] == "user" for one in messages)
+        if count < 2:
+            self.fail("messages", "must have at least two of the user")
         if not isinstance(value, list) or len(value) != count:
             self.fail("answers", f"must be a list of {count}, one for each message of the user")
         each = [one if isinstance(one, list) else [one] for one in value]

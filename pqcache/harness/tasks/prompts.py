@@ -40,10 +40,15 @@ class PromptsOptions:
     def __post_init__(self) -> None:
         if self.source is not None:
             check_prompts(self.source)
-        for name, own in (self.fields or {}).items():
-            require(name in FIELDS, "fields", name, f"unknown field; {suggestion(name, FIELDS)}")
-            require(isinstance(own, str), "fields", own, "must be the name of a field in the file")
+        check_fields(self.fields)
         require(self.tokens >= 2, "tokens", self.tokens, "must be at least 2")
+
+
+def check_fields(fields: dict | None) -> None:
+    """Refuse names that are no fields of a prompt."""
+    for name, own in (fields or {}).items():
+        require(name in FIELDS, "fields", name, f"unknown field; {suggestion(name, FIELDS)}")
+        require(isinstance(own, str), "fields", own, "must be the name of a field in the file")
 
 
 class Prompts(Task[PromptsOptions]):
