@@ -127,7 +127,7 @@ class HarnessLM(LM):
             task, doc_id = prepared.task, prepared.doc_id
             self.used[(task, doc_id, self.draw) if len(self.draws) > 1 else (task, doc_id)] = sample
             self.prompts[task, doc_id] = prepared.known
-            found.append(self.scored_part(sample["response"]))
+            found.append(self._scored_part(sample["response"]))
         return found
 
     def loglikelihood(self, requests: list[Instance], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
@@ -199,7 +199,13 @@ class HarnessLM(LM):
             read = read_reference(model, self.method, prompt, reference, watchers=watchers, **how)
             read.result.extra.update(self.chunks.fact(chunk))
             return self._beside_full(prepared, doc, read)
-        chat = Conversation(self, prepared, stop_ids) if prepared.known.turns else None
+        chat = None
+        if prepared.known.turns:
+
+            def text(tokens: list[int]) -> str:
+                return self._scored_part(self._text_of(prepared, stop_ids, tokens))
+
+            chat = Conversation(prepared, stop_ids, text, self.stopper)
         result = generate(
             model,
             self.method,
@@ -214,7 +220,7 @@ class HarnessLM(LM):
             **how,
         )
         result.extra.update(self.chunks.fact(chunk))
-        return self.sample_of(prepared, doc, result, stop_ids) if chat is None else chat.sample(doc, result)
+        return self.sample_of(prepared, doc, result, stop_ids, None if chat is None else chat.said)
 
     def _how(self, prepared: Prepared, prefill: Prefill | None) -> dict[str, Any]:
         """The arguments of every generation from a prompt."""
@@ -250,7 +256,7 @@ class HarnessLM(LM):
         }
         response = json.dumps(steps, ensure_ascii=False)
         score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
-        return self.line(prepared, response, score, prepared.question, read.result)
+        return self._line(prepared, response, score, prepared.question, read.result)
 
     def begin(self, task: str, doc_id: int, ids: Sequence[int]) -> None:
         """Warm the kernels up once, and seed.
@@ -287,22 +293,25 @@ class HarnessLM(LM):
         """Whether a stop string of the request has just been completed. Is called with every token: see Within."""
         return self.within.watched(answers.stopper(self.loaded.tokenizer, prepared.until, thinking=self.thinks))
 
-    def sample_of(self, prepared: Prepared, doc: dict, result: GenerationResult, stop_ids: Collection[int]) -> Sample:
-        """The sample of a finished generation: its answer as text, without the tokens that end it, and the score."""
-        text = self.text_of(result.token_ids, stop_ids)
-        response = answers.cut(text, prepared.until, thinking=self.thinks)
-        score = self.scorer(prepared.task, doc, self.scored_part(response)) if self.scorer is not None else None
+    def sample_of(
+        self, prepared: Prepared, doc: dict, result: GenerationResult, stop_ids: Collection[int], said: Any = None
+    ) -> Sample:
+        """The sample of a finished generation: its answer as text, or as JSON the answers of a chat, and the score."""
+        text = self._text_of(prepared, stop_ids, result.token_ids)
+        response = text if said is None else json.dumps(said, ensure_ascii=False)
+        score = self.scorer(prepared.task, doc, self._scored_part(response)) if self.scorer is not None else None
         if self.thinks:
             result.extra["thinking_ended"] = int(answers.END in text)
-        return self.line(prepared, response, score, prepared.question, result)
+        return self._line(prepared, response, score, prepared.question, result)
 
-    def text_of(self, ids: list[int], stop_ids: Collection[int]) -> str:
-        """An answer as text, without the tokens that end it."""
+    def _text_of(self, prepared: Prepared, stop_ids: Collection[int], ids: list[int]) -> str:
+        """An answer as text, without the tokens and strings that end it."""
         while ids and ids[-1] in stop_ids:
             ids = ids[:-1]
-        return answers.decode(self.loaded.tokenizer, ids, thinking=self.thinks)
+        text = answers.decode(self.loaded.tokenizer, ids, thinking=self.thinks)
+        return answers.cut(text, prepared.until, thinking=self.thinks)
 
-    def scored_part(self, response: str) -> str:
+    def _scored_part(self, response: str) -> str:
         """What of an answer is scored: without its thoughts."""
         return answers.scored(response) if self.thinks else response
 
@@ -345,13 +354,13 @@ class HarnessLM(LM):
         else:
             scored.result.extra.update(self.chunks.fact(chunk))
             answer = {"logprobs": [round(value, 7) for value in scored.logprobs], "greedy": all(scored.greedy)}
-            sample = self.line(text, json.dumps(answer), None, text.facts.question, scored.result)
+            sample = self._line(text, json.dumps(answer), None, text.facts.question, scored.result)
         read = str(self.loaded.tokenizer.decode(ids if self.whole_prompts else ids[-PROMPT_END:]))
         return self._record(request, sample, read, text.facts.sha256)
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
-    def line(
+    def _line(
         self, asked: Prepared | Text, response: str, score: float | None, question: int, result: GenerationResult
     ) -> Sample:
         if not self.timed:
@@ -365,7 +374,7 @@ class HarnessLM(LM):
     def fail(self, error: Exception, asked: Prepared | Text, response: str) -> Sample:
         """The line of a sample that is no answer."""
         nothing = GenerationResult([], len(asked.ids), None, None, [], 0.0, None, None, None, {}, {}, {})
-        return {**self.line(asked, response, None, 0, nothing), "failed": str(error)}
+        return {**self._line(asked, response, None, 0, nothing), "failed": str(error)}
 
     def _record(self, request: Instance, sample: Sample, text: str, sha256: str) -> Sample:
         """Append a line to the log. text: of the prompt."""
