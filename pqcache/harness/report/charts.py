@@ -13,7 +13,7 @@ from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
-from pqcache.harness.report.sample_figures import needle_grid
+from pqcache.harness.report.sample_figures import by_turn, needle_grid
 from pqcache.outside import read_json
 
 SYMBOLS = {
@@ -83,7 +83,7 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
         sub_tasks = [name for name in dict.fromkeys(part[1] for part in parts) if name != AVERAGE]
         grid = grid.reindex(index=list(dict.fromkeys(marks.shown)), columns=[*sub_tasks, AVERAGE])
         yield Panel(f"{title}: score by sub-task", grid, kind="map", colour="score", scale=(0.0, 100.0))
-    yield plots.by_turn(f"{title}: score by turn", whole, marks.shown)
+    yield by_turn(f"{title}: score by turn", whole, marks.shown)
     for key, label in BY_LAYER.items():
         found = [((record["row"]["diagnostics"] or {}).get("by_layer") or {}).get(key) or () for record in whole]
         lines = [plots.series(name, range(len(of)), of) for name, of in zip(marks.shown, found, strict=True) if of]

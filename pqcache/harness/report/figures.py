@@ -40,7 +40,7 @@ from pqcache.harness.report.figure_request import FigureRequest, cell_title, key
 from pqcache.harness.report.frame import budget_text, frame
 from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
-from pqcache.harness.report.sample_figures import CURVES, draw_curves, needle_maps
+from pqcache.harness.report.sample_figures import CURVES, by_turn, draw_curves, needle_maps
 from pqcache.outside import read_json
 
 SHOWN = {"value": "{}", "change": "{}: change to Full", "deficit": "{}: deficit to Full", "normalised": "{}, {} = 1"}
@@ -252,7 +252,7 @@ def _turns(request: FigureRequest) -> Path | None:
     names = [
         _joined(cell_title(cell), "" if cell.ignores_budget else budget_text(row)) for cell, row in zip(cells, rows)
     ]
-    panel = plots.by_turn("", frame(rows).to_dict("records"), names)
+    panel = by_turn("", frame(rows).to_dict("records"), names)
     return plots.draw([panel], request.path, request.caption(), size=LARGE)
 
 

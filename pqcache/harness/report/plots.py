@@ -54,7 +54,6 @@ MAX_PANELS = 16
 MAX_LABELS = 24  # of a map
 MAX_TICKS = 10  # with more values matplotlib chooses the ticks
 MANY = 40  # from as many points on, a line has ten markers
-ENDS = {"y": "", "low": ".low", "high": ".high"}  # of a mark -> end of a column of the frame of rows
 Limits = tuple[float | None, float | None]
 
 
@@ -97,19 +96,6 @@ def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
 def wide(values: Any, down: Sequence[Any] | None = None, across: Sequence[Any] | None = None) -> pd.DataFrame:
     """The frame of a map, from a tensor (down, across)."""
     return pd.DataFrame(values.numpy(), index=down, columns=across)
-
-
-def by_turn(title: str, records: Sequence[Mapping[Any, Any]], names: Iterable[str]) -> Panel:
-    """The score of each turn of task=turns with its 95 % interval, of lines of the frame with these names."""
-    points: list[dict[str, Any]] = []
-    for record, name in zip(records, names, strict=True):
-        turn = 1
-        while (key := f"metric.turn_{turn}") in record:
-            values = {end: record.get(f"{key}{column}") for end, column in ENDS.items()}
-            score = {end: None if value is None else 100 * value for end, value in values.items()}
-            points.append({"line": name, "x": turn, **score})
-            turn += 1
-    return Panel(title, frame(points), "turn", "score")
 
 
 def panels_of(points: pd.DataFrame, **axes: Any) -> list[Panel]:

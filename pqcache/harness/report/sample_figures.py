@@ -7,7 +7,7 @@ import argparse
 import json
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from pqcache.outside import read_json
 MAX_POINTS = 400  # of a stored curve
 # what a run leaves -> the picture of all runs
 HEAT_MAPS = {"heatmap.json": "heatmaps.png", "heatmap_words.json": "heatmaps_words.png"}
+ENDS = {"y": "", "low": ".low", "high": ".high"}  # of a mark -> end of a column of the frame of rows
 CURVES, CURVE = "perplexity.json", "perplexity.png"
 Samples = Sequence[Mapping[str, Any]]
 
@@ -111,6 +112,22 @@ def draw_curves(runs: Sequence[Mapping[str, Any]], path: Path, caption: str = ""
     ]
     panel = Panel(heading or titles[0], plots.joined(lines), "tokens", "perplexity so far")
     return plots.draw([panel], path, caption, size=(7.0, 4.2))
+
+
+# -- task=turns --------------------------------------------------------------------------------------------------------
+
+
+def by_turn(title: str, records: Sequence[Mapping[Any, Any]], names: Iterable[str]) -> Panel:
+    """The score of each turn of task=turns with its 95 % interval, of lines of the frame with these names."""
+    points: list[dict[str, Any]] = []
+    for record, name in zip(records, names, strict=True):
+        turn = 1
+        while (key := f"metric.turn_{turn}") in record:
+            values = {end: record.get(f"{key}{column}") for end, column in ENDS.items()}
+            score = {end: None if value is None else 100 * value for end, value in values.items()}
+            points.append({"line": name, "x": turn, **score})
+            turn += 1
+    return Panel(title, plots.frame(points), "turn", "score")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
