@@ -31,20 +31,7 @@ from pqcache.registry import METHODS, method_class
 
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-SHOWN = (
-    "kl",
-    "fall",
-    "tt2t",
-    "tpot",
-    "tpot_p95",
-    "prefill",
-    "index_build",
-    "resident",
-    "peak",
-    "moved",
-    "attended",
-    "prompt",
-)
+SHOWN = "kl fall tt2t tpot tpot_p95 prefill index_build resident peak moved attended prompt".split()
 FACTS: dict[str, Callable[[Row], Any]] = {
     "models": lambda row: row["model"],
     "tasks": lambda row: row["task"],
