@@ -74,7 +74,7 @@ def test_a_trace_is_of_one_prompt() -> None:
 def test_given_texts_are_scored_one_by_one(command: Command, tmp_path: Path) -> None:
     words = ["method=full", "task=pg19", "task.source=constructed", "task.tokens=300", "limit=1", "batch=4"]
     assert command(*words) == 1
-    assert "scores given texts, which works with batch=1 only" in status(tmp_path / "out")["full"]["reason"]
+    assert "pg19 works with batch=1 only" in status(tmp_path / "out")["full"]["reason"]
 
 
 def test_latency_of_a_batch(tmp_path: Path, capsys: Capture) -> None:
