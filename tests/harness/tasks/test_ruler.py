@@ -69,12 +69,6 @@ def test_long_rows_have_words_enough() -> None:
     assert len(constructed._prose(Random(0), 20_000, "book")) == 20_000
 
 
-def test_the_example_of_common_words_has_no_space_before_its_solution() -> None:
-    row = constructed_row("cwe", Random(0), 3, 4096)
-    assert row["context"].count("Below is a numbered list") == 2
-    assert len(re.findall(r"in the list are:1\. \w+ 2\. ", row["context"])) == 1
-
-
 def test_ruler_scores() -> None:
     assert found_share(" 123\x00 and 456.", ["123", "456", "789", "1000"], False) == 0.5
     assert found_share("The Blue Lamp", ["blue lamp", "lamp of blue", "a lamp"], True) == 1.0  # lm-eval: 1/3
@@ -82,18 +76,6 @@ def test_ruler_scores() -> None:
     doc = {"references": ["saint bernadette", "Bernadette"], "family": "qa_1"}
     assert process_results(doc, ["It was bernadette."]) == {"found": 1.0}
     assert process_results({**doc, "family": "vt"}, ["It was bernadette."]) == {"found": 0.5}
-
-
-def test_ruler_rows_of_a_file(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [constructed_row(family, Random(0), 3, 4096) for family in ("vt", "qa_1")]
-    write_rows(tmp_path / "4096.jsonl", rows)
-    spec, tasks = build("ruler", {"source": str(tmp_path), "families": ["qa_1"]}, tokenizer)
-    task, (doc,) = tasks["ruler_qa_1"]
-    assert doc["prompt"] == rows[1]["context"] + rows[1]["question"]
-    assert doc["answer_prefix"] == " Answer:"
-    assert task.config.generation_kwargs["max_gen_toks"] == 32
-    with pytest.raises(ValueError, match=r"^task\.families="):
-        task_of("ruler", {"source": str(tmp_path)}).prepare(limit=1)
 
 
 # -- files of RULER's own generator ----------------------------------------------------------------------------------------
@@ -138,29 +120,23 @@ def test_older_generators_leave_the_answers_beginning_in_the_input(family: str) 
     assert read["wrapped"] is False
 
 
-def test_prompts_that_hold_the_models_turns_are_not_wrapped_again(tmp_path: Path, tokenizer: Any) -> None:
-    row, written = generated("vt", input="[INST] " + prompt_of(generated("vt")[0]) + " [/INST]")
-    write_rows(tmp_path / "vt" / "validation.jsonl", [written])
-    _, tasks = build("ruler", {"source": str(tmp_path), "families": ["vt"]}, tokenizer)
-    task, (doc,) = tasks["ruler_vt"]
-    assert task.config.generation_kwargs["wrapper"] == "none"
-    assert doc["prompt"] == f"[INST] {prompt_of(row)} [/INST]"
-
-
 def test_one_flat_file_of_the_generators_fields(tmp_path: Path, tokenizer: Any) -> None:
-    rows = [generated(family)[1] for family in ("vt", "qa_1")]
-    write_rows(tmp_path / "4096.jsonl", [{**row, "task": task} for row, task in zip(rows, ("vt", "qa_1"), strict=True)])
-    _, tasks = build("ruler", {"source": str(tmp_path), "families": ["vt", "qa_1"]}, tokenizer)
-    assert {name: docs[0]["prompt"] for name, (_, docs) in tasks.items()} == {
-        "ruler_vt": rows[0]["input"],
-        "ruler_qa_1": rows[1]["input"],
-    }
-    write_rows(tmp_path / "rows.jsonl", rows[:1])
-    flat = {"source": str(tmp_path / "rows.jsonl")}
-    _, tasks = build("ruler", {**flat, "families": ["vt"]}, tokenizer)
-    assert tasks["ruler_vt"][1][0]["prompt"] == rows[0]["input"]
+    """With a task in each row, with none for one task, in this package's own fields, and with the model's turns."""
+    vt, qa = (generated(family) for family in ("vt", "qa_1"))
+    named = [{**row[1], "task": task} for row, task in ((vt, "vt"), (qa, "qa_1"))]
+    turns = {**vt[1], "input": f"[INST] {vt[1]['input']} [/INST]"}
+    for rows, families, prompts, wrapper in (
+        (named, ["vt", "qa_1"], {"vt": vt[1]["input"], "qa_1": qa[1]["input"]}, None),
+        ([vt[1]], ["vt"], {"vt": vt[1]["input"]}, None),
+        ([vt[0], qa[0]], ["qa_1"], {"qa_1": prompt_of(qa[0])}, None),
+        ([turns], ["vt"], {"vt": turns["input"]}, "none"),
+    ):
+        write_rows(tmp_path / "4096.jsonl", rows)
+        _, tasks = build("ruler", {"source": str(tmp_path / "4096.jsonl"), "families": families}, tokenizer)
+        assert {name.removeprefix("ruler_"): docs[0]["prompt"] for name, (_, docs) in tasks.items()} == prompts
+        assert {task.config.generation_kwargs.get("wrapper") for task, _ in tasks.values()} == {wrapper}
     with pytest.raises(ValueError, match=r"^task\.source=.*row 1 names none of RULER's tasks"):
-        task_of("ruler", {**flat, "families": ["vt", "qa_1"]}).prepare(limit=1)
+        task_of("ruler", {"source": str(tmp_path / "4096.jsonl"), "families": ["vt", "qa_1"]}).prepare(limit=1)
 
 
 def test_wrong_files_of_the_generator_are_refused(tmp_path: Path) -> None:

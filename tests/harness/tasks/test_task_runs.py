@@ -73,17 +73,6 @@ def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path, capsys: Cap
         assert [sample["meta"]["depth"] for sample in samples] == [0, 50]
 
 
-def test_prompts_without_a_chat(call: Any) -> None:
-    row = call("task=gsm8k_cot_long", "task.shots=1", "method=full")["full"]
-    assert row["prompt_protocol"]["unwrapped"] == ["gsm8k_cot_long"]
-    assert row["data"]["source"] == "constructed"
-
-
-def test_both_readings_are_in_the_row(call: Any) -> None:
-    row = call("task=gsm8k_cot", "method=full", "limit=1")["full"]
-    assert set(row["tasks"]["gsm8k_cot"]["metrics"]) == {"exact_match,strict-match", "exact_match,flexible-extract"}
-
-
 def test_programs_are_run_only_when_allowed(call: Any, tmp_path: Path, capsys: Capture) -> None:
     with pytest.raises(AssertionError):
         call("task=humaneval", "method=full")
