@@ -24,11 +24,11 @@ def code(path: Path) -> list[str]:
     blocks = re.findall(r"^ *```\w*\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL)
     lines = [line.strip() for block in blocks for line in block.splitlines()]
     lines += [line.strip() for line in text.splitlines() if re.match(r"    \S", line)]
-    return [re.split(r"\s{2,}#? ?|\s#\s", line)[0] for line in lines] + re.findall(r"`([^`\n]+)`", prose_code(text))
+    return [re.split(r"\s{2,}#? ?|\s#\s", line)[0] for line in lines] + re.findall(r"`([^`\n]+)`", without_blocks(text))
 
 
-def prose_code(text: str) -> str:
-    """Text without fenced blocks, with inline code."""
+def without_blocks(text: str) -> str:
+    """A page's text without its fenced blocks."""
     return re.sub(r"^ *```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 

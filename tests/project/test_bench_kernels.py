@@ -28,15 +28,3 @@ def test_quick_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "torch.mv, bfloat16",
     ):
         assert peer in shown
-
-
-def test_missed_bars_are_named() -> None:
-    reached = {
-        "decode_native_32k": 0.54,
-        "decode_ratio_128k_2048": 0.4,
-        "dense_read_rate": 0.71,
-        "decode_ratio_64k": 9.0,
-    }
-    assert bench_kernels.missed(reached) == []
-    lines = bench_kernels.missed({"decode_native_32k_2048": 0.56, "dense_read_rate": 0.69})
-    assert len(lines) == 2 and "decode_native_32k_2048 0.560" in lines[0] and "at least 0.7" in lines[1]

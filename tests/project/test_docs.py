@@ -17,40 +17,21 @@ from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import folder_command, trade_off
-from pqcache.registry import METHODS, method_class
-from pqcache.selective.eviction import EvictionMethod
-from pqcache.selective.quantization import QuantizationMethod
-from pqcache.selective.retrieval import RetrievalMethod
 from scripts import write_docs
-from tests.project.pages import FILLED_IN, PAGES, REPO, typed
+from tests.project.pages import FILLED_IN, PAGES, REPO, typed, without_blocks
 
 LINKED = [*PAGES, REPO / "results" / "reference" / "README.md", REPO / "results" / "published" / "README.md"]
 NOT_YET = {"baselines/keynorm.py", "configs/method/keynorm.yaml", "results/runs"}  # made by whoever follows the page
 
 
-def page_ids(paths: list[Path]) -> list:
-    return [pytest.param(path, id=path.relative_to(REPO).as_posix()) for path in paths]
-
-
 @cache
 def anchors(path: Path) -> frozenset[str]:
     """The anchors of a page's headings, as GitHub makes them."""
-    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
-    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    headings = re.findall(r"^#+ (.+)$", without_blocks(path.read_text(encoding="utf-8")), re.MULTILINE)
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
 
 
 # -- the README --------------------------------------------------------------------------------------------------------
-
-
-def test_the_readme_lists_every_method_with_its_kind() -> None:
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    kinds = dict(re.findall(r"^\|\[(\w+)\]\(docs/methods\.md#\w+\)\|([\w +]+)\|", text, re.MULTILINE))
-    assert kinds.keys() == METHODS.keys()
-    families = {"evict": EvictionMethod, "retrieve": RetrievalMethod, "quantize": QuantizationMethod}
-    for name, kind in kinds.items():
-        for word, family in families.items():
-            assert word in kind or not issubclass(method_class(name), family), name
 
 
 def test_its_lines_of_python_run(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,27 +110,17 @@ def test_scripts_modules_and_targets_exist() -> None:
 # -- links and paths ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", page_ids(LINKED))
-def test_links_lead_somewhere(path: Path) -> None:
-    text = re.sub(r"^ *```.*?^ *```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+@pytest.mark.parametrize("path", [pytest.param(path, id=path.relative_to(REPO).as_posix()) for path in LINKED])
+def test_links_and_paths_lead_somewhere(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
     broken = []
-    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+    for target in re.findall(r"\]\(([^)\s]+)\)", without_blocks(text)):
         if target.startswith(("http://", "https://")):
             continue
         file, _, anchor = target.partition("#")
         other = (path.parent / file).resolve() if file else path
         if not other.exists() or (anchor and anchor not in anchors(other)):
             broken.append(target)
-    assert broken == []
-
-
-@pytest.mark.parametrize("path", page_ids(PAGES))
-def test_paths_in_code_exist(path: Path) -> None:
     roots = "pqcache|baselines|configs|tests|scripts|docs|results|notebooks"
-    named = re.findall(rf"`((?:{roots})/[\w/.-]+)`", path.read_text(encoding="utf-8"))
-    assert [name for name in named if not (REPO / name).exists() and name not in NOT_YET] == []
-
-
-def test_every_page_is_linked_from_the_readme() -> None:
-    text = (REPO / "README.md").read_text(encoding="utf-8")
-    assert [page.name for page in sorted((REPO / "docs").glob("*.md")) if f"(docs/{page.name}" not in text] == []
+    named = re.findall(rf"`((?:{roots})/[\w/.-]+)`", text) if path in PAGES else []
+    assert broken + [name for name in named if not (REPO / name).exists() and name not in NOT_YET] == []

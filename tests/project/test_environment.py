@@ -6,9 +6,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-import yaml
 from packaging.requirements import Requirement
-from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
@@ -83,13 +81,3 @@ def test_constraints_hold_exactly_what_is_installed(project: dict, pins: dict[st
     for name in needed:
         installed = Version(importlib.metadata.version(name))
         assert installed.public == pins[name].public, f"{name}: {installed} is installed, {pins[name]} is pinned"
-
-
-def test_conda_environment_installs_the_same(repo: Path, project: dict) -> None:
-    environment = yaml.safe_load((repo / "environment.yml").read_text())
-    conda = [d for d in environment["dependencies"] if isinstance(d, str)]
-    (pip,) = [d["pip"] for d in environment["dependencies"] if isinstance(d, dict)]
-    python = next(d.removeprefix("python=") for d in conda if d.startswith("python="))
-    assert sorted(conda) == ["pip", f"python={python}"], "conda brings Python and pip, nothing else"
-    assert SpecifierSet(project["requires-python"]).contains(python)
-    assert pip == ["-c constraints.txt", f"-e .[{','.join(INSTALLED_EXTRAS)}]"]

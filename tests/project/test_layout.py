@@ -32,7 +32,7 @@ def test_make_help_lists_every_target(repo: Path) -> None:
     assert {line.split()[1] for line in listed.splitlines()} == phony
 
 
-@pytest.mark.parametrize("failing", [None, "lint", "test", "test-rest"])
+@pytest.mark.parametrize("failing", [None, "test"])
 def test_ci_runs_every_target_and_fails_with_any(repo: Path, tmp_path: Path, failing: str | None) -> None:
     """A `make` that only writes its target down, and fails for one of them."""
     make = tmp_path / "make"
@@ -58,11 +58,3 @@ def test_the_library_needs_torch_and_transformers_only(package: str) -> None:
     )  # fmt: skip
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-def test_make_test_and_demo_set_up_what_is_missing(repo: Path, tmp_path: Path) -> None:
-    for target in ("test", "demo"):
-        plan = subprocess.run(
-            ["make", "-n", target, f"VENV={tmp_path}/venv"], cwd=repo, check=True, capture_output=True, text=True
-        ).stdout
-        assert plan.index("-m venv") < plan.index("pip install") < plan.rindex(f"{tmp_path}/venv/bin/python")
