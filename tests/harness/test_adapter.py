@@ -12,7 +12,7 @@ from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run.adapter import HarnessLM
-from pqcache.harness.run.models import LoadedModel, opening_tokens
+from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
 from tests.harness.cells import ask
@@ -24,18 +24,6 @@ def adapter(loaded: LoadedModel, log: SampleLog, tasks: dict[str, Any] | None = 
 
 
 # -- prompts --------------------------------------------------------------------------------------------------------------
-
-
-def test_one_bos_with_and_without_a_chat(loaded: LoadedModel) -> None:
-    bos = loaded.tokenizer.bos_token_id
-    assert opening_tokens(loaded.tokenizer) == [bos]
-    for chat in (True, False):
-        other = LoadedModel("m", loaded.model, loaded.tokenizer, chat, None, None)
-        ids = other.encode(other.wrap("Where is the red box?"))
-        assert ids[0] == bos
-        assert ids.count(bos) == 1
-    doubled = loaded.encode(loaded.tokenizer.bos_token * 2 + "Where?")
-    assert doubled.count(bos) == 1
 
 
 def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models, units
 from pqcache.registry import method_class
-from pqcache.selective import generate, record
+from pqcache.selective import generate
 from tests.harness.cells import Capture, Command, ask, definition, watch
 from tests.harness.in_process import InProcess
 
@@ -94,17 +94,6 @@ def test_a_stop_token_ends_the_answer_but_cannot_begin_it(loaded: models.LoadedM
         assert set(seen["not_first"]) == set(seen["eos_token_ids"]) == loaded.stop_ids() | {newline}
         adapter.generate_until([ask("Sum up.", 1, **SHORT)], disable_tqdm=True)
         assert newline not in seen["eos_token_ids"] and seen["not_first"] == ()
-
-
-def test_a_recorded_prompt_keeps_its_logits_where_tokens_cannot_begin_the_answer(loaded: models.LoadedModel) -> None:
-    ids = torch.tensor([loaded.encode(loaded.wrap("The teacher carried a lamp."))])
-    method = method_class("full")()
-    recorded = record(loaded.model, ids)
-    first = generate(loaded.model, method, ids, max_new_tokens=2).token_ids[0]
-    for not_first in ((first,), (), (first,)):
-        alone = generate(loaded.model, method, ids, max_new_tokens=2, not_first=not_first)
-        shared = generate(loaded.model, method, ids, max_new_tokens=2, not_first=not_first, prefill=recorded)
-        assert alone.token_ids == shared.token_ids
 
 
 # -- one prompt longer than the model: its document is left out for every method, and row and tables say so ------------

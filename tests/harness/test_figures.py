@@ -13,7 +13,7 @@ from matplotlib import image
 from safetensors.torch import save_file
 
 from pqcache.diagnostics.summary import PROMPT_SUFFIX
-from pqcache.harness.report import figures, plots, sample_figures
+from pqcache.harness.report import figures, plots, sample_figures, trade_off
 from pqcache.harness.report.entries import Entry
 from pqcache.harness.report.sample_figures import curve, draw, needle_grid, save_curve
 from pqcache.harness.report.special_figures import GIB, measured_gib, token_bytes
@@ -299,6 +299,16 @@ def test_the_runs_of_a_folder_side_by_side(tmp_path: Path, capsys: pytest.Captur
         with pytest.raises(SystemExit, match="2"):
             sample_figures.main([str(folder)])
         assert "no heatmap.json" in capsys.readouterr().err and (folder.name == "full" or not folder.exists())
+
+
+def test_the_picture_of_what_a_score_costs(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pocket = repo / "results" / "reference" / "pocket"
+    trade_off.main([str(pocket), "--picture", str(tmp_path / "a.png")])
+    assert (tmp_path / "a.png").stat().st_size > 20_000
+    assert "| pqcache |" in capsys.readouterr().out
+    for wrong in ([str(tmp_path)], [str(pocket), "--times", str(tmp_path)]):
+        with pytest.raises(SystemExit, match="2"):
+            trade_off.main(wrong)
 
 
 def test_perplexity_so_far(tmp_path: Path) -> None:

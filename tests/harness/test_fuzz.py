@@ -84,7 +84,7 @@ def compose(argv: list[str]) -> None:
     assert time.process_time() - began < SECONDS, argv
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(line)
 def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None:
     compose(argv)

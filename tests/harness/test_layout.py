@@ -1,9 +1,6 @@
 """Tables laid out as printed, the best in bold, and the same as LaTeX that compiles on a page."""
 
-import shutil
-import subprocess
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,22 +52,6 @@ def test_lines_and_columns_by_default() -> None:
     assert text(block, 5, "qasper") == "*36.00* (*39*)"
     assert text(block, 3, "qasper") == "26.00 (29)"
     assert text(block, 6, "average") == "*32.00* (*38*)"  # the other budget is another setting
-
-
-def test_rows_and_columns_as_a_paper_prints_them() -> None:
-    report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}, "names": {"pqcache": "PQCache"}}
-    (block,) = tables_of(table(), report, {})
-    assert block.head[1:] == [
-        "full",
-        "0.2, oracle",
-        "0.2, h2o",
-        "0.2, PQCache",
-        "0.1, oracle",
-        "0.1, h2o",
-        "0.1, PQCache",
-    ]
-    assert [line[0] for line in block.body] == list(SETS)
-    assert text(block, 1, "0.1, PQCache") == "*31.00* (*39*)"
 
 
 def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> None:
@@ -145,19 +126,3 @@ def test_wide_and_long_tables_are_split() -> None:
         assert len({line.replace(r"\&", "").count("&") for line in lines}) == 1
         assert len(lines) <= tables.LINES + 1
     assert sum(part.count("method\\_7 &") for part in parts) == len(parts) / 2  # its name is in every part of its lines
-
-
-@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="no pdflatex")
-@pytest.mark.rest
-def test_the_pages_compile_and_nothing_is_wider_than_the_text(tmp_path: Path) -> None:
-    notes = {"Differs from ~ what^was_printed": ("50 % of {x} < y & z | [a] × \\ é", "more.")}
-    texts = [
-        tables.Report("Table #1 & 2", "100 % [x]", tables_of(entries, {}, {}), notes).latex()
-        for entries in (wide(), table())
-    ]
-    (tmp_path / "page.tex").write_text(tables.document(texts))
-    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "page.tex"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-2000:]
-    assert (tmp_path / "page.pdf").stat().st_size > 1000
-    assert "Overfull" not in (tmp_path / "page.log").read_text(errors="replace")

@@ -13,7 +13,6 @@ from pqcache.harness.report import papers, published
 from pqcache.harness.report import rows as results
 from pqcache.harness.report.entries import derive, table_entries
 from pqcache.harness.report.footnotes import deviations, footnotes
-from pqcache.harness.report.layout import tables_of
 from pqcache.harness.run import models
 from pqcache.harness.run.row_builder import build_row
 from pqcache.registry import method_class
@@ -81,17 +80,6 @@ def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> 
     with open(files[2]) as file:
         lines = list(csv.DictReader(file))
     assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()
-
-
-def test_a_swept_cell_has_a_line_per_value(tmp_path: Path) -> None:
-    """Named cells at two lengths: no line hides another."""
-    lengths = papers.experiment_plan("pqcache_fig10b", tmp_path, smoke=True)
-    table = table_entries(lengths, {})
-    assert len({cell.identity["task"]["length"] for cell in lengths.cells}) == 2
-    assert len({(e.line, e.budget, e.setting, e.metric) for e in table}) == len(table)
-    assert {e.setting for e in table} == {"length=512", "length=1000"}
-    (block,) = tables_of(table, {"columns": lengths.report["columns"]}, {})
-    assert len(block.body) == len(lengths.cells)
 
 
 def test_all_tables(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.run import adapter, models
-from pqcache.harness.tasks import any_lm_eval, math_process, task_of
+from pqcache.harness.tasks import any_lm_eval, task_of
 from pqcache.harness.tasks.math_process import packages
 from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, model_options, one_row
 
@@ -110,65 +110,6 @@ def test_a_task_whose_packages_are_missing_says_how_to_get_them(
     typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
     line = error_of(capsys, command(*typed))
     assert line.startswith(f"error: task.name=minerva_math500: {said}") and "`make math`" in line
-
-
-VERIFY = """
-import time
-parse = str
-def verify(gold, target):
-    while "SLOW" in target:
-        time.sleep(1)
-    return target in gold
-"""
-STUBS = {
-    "antlr4.py": "",
-    "antlr4_python3_runtime-4.11.0.dist-info/METADATA": "Name: antlr4-python3-runtime\nVersion: 4.11.0\n",
-    "math_verify.py": VERIFY,
-    "math_verify-0.dist-info/METADATA": "Name: math-verify\nVersion: 0\n",
-    "sympy/__init__.py": "",
-    "sympy/parsing/__init__.py": "",
-    "sympy/parsing/latex.py": "parse_latex = str\n",
-    "sympy-0.dist-info/METADATA": "Name: sympy\nVersion: 0\n",
-}
-
-
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: Patch) -> Path:
-    """A folder in place of the packages: as much of them as lm-eval's file imports. `verify` hangs where it reads SLOW."""
-    folder = tmp_path / "math"
-    for name, text in STUBS.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text(text)
-    monkeypatch.setenv(packages.VARIABLE, str(folder))
-    return folder
-
-
-@pytest.mark.rest
-def test_mathematics_with_packages_of_its_own(
-    stub: Path, command: Command, rows: Path, tmp_path: Path, says: dict[str, str], monkeypatch: Any, capsys: Capture
-) -> None:
-    """minerva_math500 by lm-eval's own file. An answer that cannot be scored in time is wrong, counted and told."""
-    monkeypatch.setattr(math_process, "SECONDS", 1.5)
-    final = "Final Answer: The final answer is ${}$. I hope it is correct. Problem: next"
-    # the later document first: every prompt holds the problems of the examples, and the last one is the document's
-    says |= {"6 times 12": f"SLOW {final.format(72)}", "100 + 104": final.format(204)}
-    typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
-    typed.append("task.answer_tokens=90")
-    assert command(*typed) == 0
-    row, lines = answered(tmp_path / "out")
-    assert list(row["sample_scores"]["minerva_math500"].values()) == [100.0, 0.0]
-    assert row["tasks"]["minerva_math500"]["metrics"] == {"exact_match": 0.5, "math_verify": 0.0}
-    assert lines[0]["response"] == final.format(204).removesuffix("Problem: next")  # the definition's stop string
-    assert row["data"]["unscored"] == 1 and row["data"]["scored_with"]["antlr4-python3-runtime"] == "4.11.0"
-    said = "answers that could not be scored and count as wrong: 1 (the first: not done after 1.5 seconds)"
-    (line,) = [line for line in capsys.readouterr().err.splitlines() if "could not be scored" in line]
-    assert line.endswith(said)
-    (one_row(tmp_path / "out")[0] / "row.json").unlink()  # killed before the last answer was scored
-    monkeypatch.setattr(adapter, "generate", lambda *_, **__: pytest.fail("an answer was computed again"))
-    assert command(*typed) == 0
-    again, _ = answered(tmp_path / "out")
-    for key in ("sample_scores", "data", "tasks"):
-        assert again[key] == row[key]  # type: ignore[literal-required]
 
 
 @pytest.mark.parametrize("name", ["aime24", "aime25"])

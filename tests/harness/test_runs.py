@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import yaml
 
+import run
 from pqcache import registry
 from pqcache.harness.report.rows import Row
-from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, error_of, rows, status
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, error_of, lines_of, rows, status
 
 
 def test_one_cell_has_its_folder_and_prints_its_row(
@@ -43,6 +44,17 @@ def test_one_cell_has_its_folder_and_prints_its_row(
     assert len(generated) == 3
     (row,) = rows(tmp_path / "out").values()
     assert row["prompt_protocol"]["question_as_decode"] is True and row["prompt_protocol"]["question_tokens"] > 5
+
+
+def test_the_main_job(tmp_path: Path) -> None:
+    """On the embedded model, as the README types it."""
+    words = "method=pqcache limit=2 wandb=disabled task.length=512".split()
+    assert run.main([*words, f"out={tmp_path}", f"cache_dir={tmp_path / 'cache'}"]) == 0
+    (row,) = rows(tmp_path).values()
+    assert 0 <= row["score"] <= 100 and row["kmeans_iterations"] == 5 and row["generated_tokens"] > 1
+    line = lines_of(tmp_path)[0]
+    assert line["prompt_sha256"] == row["prompt_protocol"]["first_prompt"]["sha256"]
+    assert len(line["prompt_end"]) == 300 and line["target"] and "prompt" not in line
 
 
 def test_the_row_is_complete_and_honest(command: Command, tmp_path: Path, tiny: Path) -> None:

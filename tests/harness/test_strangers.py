@@ -11,10 +11,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from pqcache.harness.config.options import NOT_HASHED, PERMITS
 from pqcache.harness.run import models
 from pqcache.harness.tasks import any_lm_eval
-from tests.harness.cells import REPO, Capture, Command, Patch, definition, error_of, planned, rows
+from tests.harness.cells import REPO, Capture, Command, Patch, definition, error_of, rows
 
 
 class Evil:
@@ -64,19 +63,6 @@ def test_an_allowed_pickle_runs_no_code(pickled: Path, command: Command, tmp_pat
         pickle.dump({"model.norm.weight": Evil(target)}, file)
     assert command("method=full", "limit=1", f"model.path={pickled}", "model.allow_pickle=true") == 1
     assert not target.exists()
-
-
-def test_what_is_allowed_is_no_part_of_a_cell() -> None:
-    plain, allowed = (planned(["method=full", *typed]).cells[0] for typed in ([], ["model.allow_pickle=true"]))
-    assert plain.name == allowed.name and plain.about == allowed.about
-    assert allowed.unhashed["model"] == {
-        "allow_pickle": True,
-        "allow_mismatch": False,
-        "device_map": None,
-        "max_memory": None,
-    }
-    assert "allow_pickle: true" in allowed.yaml() and "allow_pickle: false" in plain.yaml()
-    assert not any(name.startswith(PERMITS) for name in NOT_HASHED)
 
 
 def test_every_loader_refuses_code_of_the_hub() -> None:

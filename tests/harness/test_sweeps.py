@@ -9,12 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from pqcache import registry
 from pqcache.harness.report.rows import read_row
 from pqcache.harness.run import adapter as lm
 from pqcache.harness.run import models
 from pqcache.harness.tasks import Task
-from pqcache.selective import NotApplicable
 from tests.harness.cells import REPO, Capture, Command, Patch, planned, refused, rows, status, watch
 from tests.harness.in_process import InProcess
 
@@ -70,25 +68,6 @@ def test_one_failed_cell_does_not_lose_the_others(
     assert len(engine.results) == len(engine.units)  # not retried
     assert "failed" in shown.out.split("budget 0.1")[-1]
     assert command(*sweep) == 0  # and it is made good by a rerun
-
-
-def test_not_applicable_is_refused_alone_and_skipped_in_a_sweep(
-    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
-) -> None:
-    def check(self: Any) -> None:
-        if self.budget.ratio == 0.5:
-            raise NotApplicable("budget=0.5: between 0.125 and 0.25, or 1.0")
-
-    monkeypatch.setattr(registry.method_class("oracle"), "check_budget", check)
-    assert command("method=oracle", "budget=0.5") == 2
-    assert "between 0.125 and 0.25" in capsys.readouterr().err
-    assert command("-m", "method=oracle,full", "budget=0.5,0.2", "limit=1") == 0
-    assert sorted(rows(tmp_path / "out")) == ["full 1.0", "oracle 0.2"]
-    skipped = json.loads(next((tmp_path / "out").glob("*oracle__0.5*/status.json")).read_text())
-    assert skipped["status"] == "not applicable"
-    shown = capsys.readouterr().out
-    assert "skipped, not applicable" in shown
-    assert "n/a" in shown
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
 from tests.harness import cells, made_rows
-from tests.harness.cells import Capture, Patch
+from tests.harness.cells import Patch
 
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
 
@@ -57,23 +57,6 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
     (folder / "samples-a-1.jsonl").unlink()
     found = plan.make(sweep, Session())
     assert found.cells[0].done == 7 and plan.time_words(found) == "unknown"
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize(("name", "cells"), [("pqcache_table2", 11), ("kvcrush_table3", 26)])
-def test_a_papers_table_offline(name: str, cells: int, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    from huggingface_hub import constants
-
-    import run
-
-    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
-    assert run.main([f"experiment={name}", "plan=true", f"out={tmp_path}", f"cache_dir={tmp_path}"]) == 0
-    text = capsys.readouterr().out
-    assert f"cells: {cells}\n" in text
-    assert "samples: unknown; longbench: the data is not at hand" in text
-    assert "14.5 GB weights" in text
-    assert text.endswith("time: unknown\n")
-    assert not list(tmp_path.iterdir())  # nothing was written
 
 
 def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: Patch) -> None:

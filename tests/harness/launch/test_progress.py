@@ -1,19 +1,12 @@
 """The plan at the start of a run, and the total of its samples."""
 
 import io
-import re
 from pathlib import Path
-from typing import Any
-
-import pytest
 
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
 from pqcache.harness.run.session import Session
 from tests.harness.cells import Capture, Command, Patch, planned
-from tests.harness.in_process import InProcess
-
-PLAN = re.compile(r"plan: 2 cells, 16 samples; memory at most .*; time: .*\n")
 
 
 def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
@@ -50,30 +43,6 @@ def test_a_plan_that_fails_stops_nothing(command: Command, tmp_path: Path, monke
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == r"plan: not made (KeyError: 'x\ny')"
     assert not any(line.startswith("plan") for line in lines[1:])
-
-
-@pytest.mark.rest
-@pytest.mark.parametrize("where", ["here", "elsewhere"])
-def test_a_run_begins_with_its_plan_and_counts_every_sample_once(
-    command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture, on: Any, where: str
-) -> None:
-    monkeypatch.setattr(progress, "EVERY_S", 0.0)
-    on(InProcess(2))
-    more = ["launch=ray"] if where == "elsewhere" else []
-    assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
-    said = capsys.readouterr()
-    assert PLAN.match(said.out), said.out
-    assert said.out.count("plan: ") == 1
-    assert "\r" not in said.err  # no bar where output is redirected
-    lines = re.findall(
-        r"^(\d+)/16 samples, (\d)/2 cells(, [\d.]+ \w+ left)?, score [\d.]+(?:, TPOT [\d.]+ ms)?$", said.err, re.M
-    )
-    assert [int(count) for count, _, _ in lines] == list(range(1, 17))
-    assert lines[-1][1] == "2"
-    assert command("-m", "method=full,streaming", "budget=0.25", "limit=8", *more) == 0
-    said = capsys.readouterr()
-    assert "2 cells, 16 samples, 16 done" in said.out
-    assert "samples, " not in said.err
 
 
 def test_a_cell_that_does_not_apply_disturbs_no_other(command: Command, monkeypatch: Patch, capsys: Capture) -> None:

@@ -140,6 +140,9 @@ def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) ->
     with pytest.raises(math_process.CannotScore, match="No module named 'nowhere_at_all'.*`make math` installs them"):
         scored({}, ["a"])
     assert unscored == []
+    functions.file.write_text("def process_results(doc, results):\n    raise ValueError('no number')\n")
+    functions.stop()
+    assert scored({}, ["a"]) == {"m": 0} and unscored == ["ValueError: no number"]  # wrong, and counted
 
 
 # -- the real packages -----------------------------------------------------------------------------------------------------

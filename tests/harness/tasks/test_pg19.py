@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from pqcache.harness.tasks import pg19, task_of
-from pqcache.harness.tasks.book import FILE, book_text
+from pqcache.harness.tasks.book import book_text
 from tests.harness.tasks.building import build
 
 
@@ -44,18 +44,10 @@ def test_the_second_book_of_a_folder(tmp_path: Path) -> None:
 def test_the_shipped_book(tokenizer: Any) -> None:
     text = book_text()
     assert text.startswith("PRIDE AND PREJUDICE") and text.endswith("the means of uniting them.\n")
-    assert len(re.findall(r"\n\n\n\n\nCHAPTER [IVXL]+\.\n\n\n\S", text)) == 61
     assert not re.search(r"Gutenberg|Illustration|Copyright|[\[\]*/\r]", text)
     spec, tasks = build("pg19", {"source": "book", "tokens": 600}, tokenizer, limit=None)
     assert [doc["meta"]["position"] for doc in tasks["pg19"][1]] == [250, 500]
     digest = hashlib.sha256(text.encode()).hexdigest()
-    assert spec.data | {"perplexity": ""} == {
-        "source": "book",
-        "revision": None,
-        "sha256": {"pride_and_prejudice.txt": digest},
-        "book": "Pride and Prejudice",
-        "perplexity": "",
-    }
-    assert digest in FILE.with_name("README.md").read_text()
+    assert spec.data["book"] == "Pride and Prejudice" and spec.data["sha256"] == {"pride_and_prejudice.txt": digest}
     with pytest.raises(ValueError, match=r"^task\.book=1: .* one book"):
         task_of("pg19", {"source": "book", "book": 1}).prepare(limit=None)
