@@ -58,8 +58,8 @@ def check_prompts(plan: RunPlan, session: Session) -> None:
             try:
                 reader.check(request)
             except TooLong as error:
-                where, way = request.doc["where"], "task.cut=middle leaves out the middle"
-                errors[key].append(f"task.source: {where}: {error}; {way}")
+                way = "; task.cut=middle leaves out the middle" if task.name == "prompts" else ""
+                errors[key].append(f"task.source: {request.doc['where']}: {error}{way}")
     if lines := [line for group in errors.values() for line in group]:
         raise Refused(lines)
 

@@ -202,7 +202,7 @@ class Reader:
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         until, new_tokens = _stops(settings, self.decode), self._new_tokens(settings)
         loaded = self.loaded
-        rules = {"until": until, "max_new_tokens": new_tokens, "weights": loaded.weights}
+        rules: dict[str, Any] = {"until": until, "max_new_tokens": new_tokens, "weights": loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
         if beside_full := bool(settings.get("beside_full")):
@@ -255,15 +255,14 @@ class Reader:
         return self._facts(ids, rules, question, wrapper, cut, sha256, text[-PROMPT_END:]), ids
 
     def _facts(
-        self, ids: list[int], rules: dict[str, Any], question: int, wrapper: str, cut: Any, *text: str
+        self, ids: list[int], rules: dict[str, Any], question: int, wrapper: str, cut: Any, sha256: str, end: str
     ) -> PromptFacts:
-        """rules: of the fingerprint. text: its digest and its end."""
+        """rules: of the fingerprint. sha256, end: of the text."""
         marks = [fingerprint(ids, {**rules, "weights": weights})
                  for weights in (self.loaded.weights, self.loaded.old_weights)]  # fmt: skip
         bos = self.loaded.tokenizer.bos_token_id
-        return PromptFacts(
-            len(ids), question, marks[0], marks[1], wrapper, cut, None if bos is None else ids.count(bos), *text
-        )
+        count = None if bos is None else ids.count(bos)
+        return PromptFacts(len(ids), question, marks[0], marks[1], wrapper, cut, count, sha256, end)
 
     def _question(self, text: str, markers: Any = MARKERS) -> int:
         """Tokens of a wrapped prompt that go through the decode path."""

@@ -87,12 +87,15 @@ class Prompts(Task[PromptsOptions]):
         needed = {"fidelity": "where", "choice": "choices"}.get(metric, "answers")
         if lacks := next((row.where for row in rows if not getattr(row, needed)), None):
             raise ValueError(f"task.source: {lacks}, {needed}: is missing; task.metric={metric} needs it in every row")
+        require(metric != "choice" or self.options.cut is None, "cut", "middle", "does not go with task.metric=choice")
         return rows, metric
 
     def build(self, request: TaskRequest) -> TaskSpec:
         rows, metric = self.read()
         rows, facts = rows[: request.limit], prompt_facts(str(self.options.source))
-        cut = {} if self.options.cut is None else {"cut_middle": 0, "longest_answer": self.max_new_tokens}
+        cut: dict[str, Any] = (
+            {} if self.options.cut is None else {"cut_middle": 0, "longest_answer": self.max_new_tokens}
+        )
         if metric == "fidelity":
             return beside_full(self.name, [row.document(answer="") for row in rows], facts, self.max_new_tokens, **cut)
         if metric != "choice":

@@ -149,6 +149,7 @@ def test_a_wrong_file_is_one_line(command: Command, tmp_path: Path, no_model: No
         (["task.source={folder}"], "holds no .txt file"),
         (["task.source={file}", "task.fields={{promt: a}}"], "task.fields=promt: unknown field; did you mean prompt?"),
         (["task.source={file}", "task.fields={{prompt: 3}}"], "task.fields=3: must be the name"),
+        (["task.source={choices}", "task.cut=middle"], "task.cut=middle: does not go with task.metric=choice"),
         (["task.source={file}", "task.metric=choice"], "line 1, choices: is missing; task.metric=choice needs it"),
         (["task.source={file}", "task.metric=fidelity", "decode.temperature=1"], "so no token is drawn"),
     ],
@@ -158,5 +159,6 @@ def test_a_wrong_option_is_one_line(
 ) -> None:
     (file := tmp_path / "own.jsonl").write_text(GOOD)
     (folder := tmp_path / "empty").mkdir()
-    made = [word.format(file=file, folder=folder) for word in words]
+    (choices := tmp_path / "choices.jsonl").write_text('{"prompt": "a", "choices": ["b", "c"], "answer": "c"}')
+    made = [word.format(file=file, folder=folder, choices=choices) for word in words]
     assert said in error_of(capsys, command("task=prompts", "method=full", *made))

@@ -112,4 +112,4 @@ def test_a_chat_that_is_too_long_is_refused(command: Command, tmp_path: Path, no
     """Its later turns and all answers count."""
     (file := tmp_path / "own.jsonl").write_text(json.dumps({"messages": CHAT, "answers": ["a", "b"]}))
     said = error_of(capsys, command("task=turns", f"task.source={file}", "method=full", "task.tokens=2040"))
-    assert "own.jsonl, line 1: turns sample 0: " in said and "exceed the 4096 tokens" in said
+    assert "own.jsonl, line 1: turns sample 0: " in said and "exceed the 4096 tokens" in said and "task.cut" not in said
