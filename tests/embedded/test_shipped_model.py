@@ -31,12 +31,3 @@ def test_size_of_the_shipped_files() -> None:
 def test_needle_pocket_free_running(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
     points = [score(generate(model, tok, s["prompt"]), s["values"]) for s in make_samples(8, 512, 0, tok)]
     assert sum(points) / len(points) >= 75.0
-
-
-@pytest.mark.rest
-def test_needle_in_prose(model: PreTrainedModel, tok: PreTrainedTokenizerBase) -> None:
-    needle = "The quickest way to reach Mount Tamarin is follow the yellow stones behind the bakery."
-    story = (model_dir() / "README.md").read_text(encoding="utf-8")[:3000]
-    cut = story.index("\n", 1200)
-    prompt = f"{story[:cut]}\n{needle}\n{story[cut:]}\n\nWhat is the quickest way to reach Mount Tamarin?"
-    assert "yellow stones behind the bakery" in generate(model, tok, prompt)

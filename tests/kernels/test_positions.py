@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from baselines.quest import page_bound
 from pqcache import kernels
 from pqcache.pq import codebook
 from pqcache.selective.group import group_reduce, top_tokens
@@ -11,7 +10,7 @@ from tests.drawn import examples
 
 pytest.importorskip("numba")
 from pqcache.kernels import codes as compiled
-from pqcache.kernels import positions, rank
+from pqcache.kernels import positions
 
 
 @examples(40)
@@ -50,14 +49,6 @@ def test_order_and_number_of_positions(pick):
         for head in range(2):
             group = chosen[row, head * h // 2 : (head + 1) * h // 2].flatten().tolist()
             assert counts[row, head] == len(set(group) - {-1})
-
-
-@pytest.mark.parametrize(("g", "d"), [(1, 8), (2, 16), (4, 24), (5, 128)])
-def test_page_bounds(g, d):
-    q, low = torch.randn(2, 2 * g, 1, d), torch.randn(2, 2, 40, d)
-    high = low + torch.rand_like(low)
-    expected = page_bound(q, low[:, :, 3:37], high[:, :, 3:37])
-    torch.testing.assert_close(rank.page_bounds(q, low, high, 3, 37), expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -56,14 +56,6 @@ def test_tokens_are_drawn_as_often_as_likely(temperature: float, top_p: float) -
     assert distance < 20.5  # exceeded once in a thousand keys
 
 
-def test_numbers_are_even_and_depend_on_key_and_step() -> None:
-    numbers = [Sampling(1.0, key="k").number(step) for step in range(4000)]
-    assert all(0 <= number < 1 for number in numbers) and len(set(numbers)) == 4000
-    tenths = [sum(int(10 * number) == tenth for number in numbers) for tenth in range(10)]
-    assert sum((n - 400) ** 2 / 400 for n in tenths) < 27.9  # chi-squared with 9 degrees of freedom, one in a thousand
-    assert Sampling(0.5, 0.3, "k").number(7) == numbers[7] != Sampling(1.0, key="l").number(7)
-
-
 def test_nothing_impossible_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = torch.tensor([-math.inf, 1.0, 0.0, -math.inf])
     for number, token in ((0.0, 1), (1 - 2**-53, 2)):

@@ -143,7 +143,7 @@ def test_copies_and_fetches_come_after_what_the_caller_has_queued(main: Stream) 
     fetched.wait()
     copied.wait()
     assert len(order) == 2  # nobody on the host has waited
-    main.synchronize()
+    Stream.made[1].synchronize()
     assert order[2:] == ["again", "fetch"] and len(Stream.made) == 2
     lanes.close()
 
