@@ -36,30 +36,22 @@ def test_streamers_and_stop_strings(smol: PreTrainedModel, name: str) -> None:
 def test_a_padded_batch_of_chats_goes_on_after_its_assistant_turns(smol: PreTrainedModel, name: str) -> None:
     """Each row's second answer on the batch's cache is that of the row alone on its own."""
     tokenizer, how = load_tokenizer(), {"max_new_tokens": 6, **GREEDY}
-    asked = [f"The {word} door is here. " * count + "Where?" for word, count in (("red", 20), ("blue", 14))]
-    chats = [[{"role": "user", "content": text}] for text in asked]
-    prompts = [
-        tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
+
+    def chat(*turns: tuple[str, str]) -> torch.Tensor:
+        said = [{"role": role, "content": content} for role, content in turns]
+        return tokenizer.apply_chat_template(said, add_generation_prompt=True, return_tensors="pt", return_dict=True)[
             "input_ids"
         ]
-        for chat in chats
-    ]
-    turn = tokenizer.apply_chat_template(
-        [{"role": "assistant", "content": ""}, {"role": "user", "content": "And then?"}],
-        add_generation_prompt=True, return_tensors="pt", return_dict=True,
-    )["input_ids"]  # fmt: skip
-    width = max(ids.shape[1] for ids in prompts)
-    both = torch.cat([torch.nn.functional.pad(ids, (width - ids.shape[1], 0)) for ids in prompts])
-    mask = torch.stack([(torch.arange(width) >= width - ids.shape[1]).long() for ids in prompts])
 
-    def answers(ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        cache = session.cache()
-        history = torch.cat(
-            [smol.generate(ids, attention_mask=mask, past_key_values=cache, **how), turn.repeat(len(ids), 1)], 1
-        )
+    def answers(ids: torch.Tensor) -> torch.Tensor:
+        cache, mask = session.cache(), (ids >= 0).long()
+        first = smol.generate(ids.clamp_min(0), attention_mask=mask, past_key_values=cache, **how)
+        history = torch.cat([first, turn.repeat(len(ids), 1)], 1)
         mask = torch.nn.functional.pad(mask, (0, history.shape[1] - mask.shape[1]), value=1)
         return smol.generate(history, attention_mask=mask, past_key_values=cache, **how)[:, -6:]
 
+    rows = [chat(("user", f"The {word} door is here. " * n + "Where?")) for word, n in (("red", 20), ("blue", 14))]
+    turn, width = chat(("assistant", ""), ("user", "And then?")), max(ids.shape[1] for ids in rows)
+    both = torch.cat([torch.nn.functional.pad(ids, (width - ids.shape[1], 0), value=-1) for ids in rows])
     with pqcache.use(smol, name, **SETTINGS[name]) as session:
-        alone = [answers(ids, torch.ones_like(ids)) for ids in prompts]
-        assert torch.equal(answers(both, mask), torch.cat(alone))
+        assert torch.equal(answers(both), torch.cat([answers(ids) for ids in rows]))

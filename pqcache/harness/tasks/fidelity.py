@@ -27,10 +27,10 @@ from dataclasses import dataclass
 from statistics import fmean
 from typing import Any
 
-from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 from pqcache.harness.tasks.needle import Tokens
-from pqcache.harness.tasks.prompt_files import check_prompts, prompt_facts, prompt_files, read_prompts, read_text
+from pqcache.harness.tasks.prompt_files import check_prompts, prompt_facts, prompt_files, read_prompts, text_of
 from pqcache.harness.tasks.sources import Facts
 
 METRICS = ("top1", "kl", "first_divergence", "loss")
@@ -68,9 +68,6 @@ class Fidelity(Task[FidelityOptions]):
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
         return "the share of decode steps whose likeliest token is Full's, in percent; KL is KL(Full || method) in nats per step"
 
-    def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        return Longest(f"task.length={self.options.length}", self.options.length, self.max_new_tokens)
-
     @property
     def of_rows(self) -> bool:
         """Whether the source is a file of rows, not a text."""
@@ -84,7 +81,7 @@ class Fidelity(Task[FidelityOptions]):
         source = self.options.source
         if source == BOOK:
             return book_text(), book_facts()
-        return "\n".join(map(read_text, prompt_files(source))), prompt_facts(source)
+        return "\n".join(map(text_of, prompt_files(source))), prompt_facts(source)
 
     def build(self, request: TaskRequest) -> TaskSpec:
         length, shortest, limit = self.options.length, self.options.shortest, request.limit

@@ -22,6 +22,7 @@ from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines, sha256
 from pqcache.naming import closest
+from pqcache.outside import read_text
 
 FIELDS = ("prompt", "input", "messages", "context", "answer", "answers", "choices", "id")
 LISTS = ("messages", "answers", "choices")
@@ -81,10 +82,10 @@ def prompt_facts(source: str) -> Facts:
     return facts_of(source, {file.name: sha256(file) for file in prompt_files(source)})
 
 
-def read_text(path: Path) -> str:
+def text_of(path: Path) -> str:
     try:
-        return outside.read_text(path, encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
+        return read_text(path, encoding="utf-8-sig")
+    except (OSError, ValueError) as error:
         raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
 
@@ -97,7 +98,7 @@ def read_prompts(source: str, *, fields: Mapping[str, str] | None = None, turns:
 @lru_cache(maxsize=4)
 def _read(files: tuple[Path, ...], fields: tuple[tuple[str, str], ...], turns: bool, mtime: Any) -> tuple[Row, ...]:
     if files[0].suffix == ".txt":
-        return tuple(_Line({"prompt": read_text(file), "id": file.stem}, str(file), {}).row(turns) for file in files)
+        return tuple(_Line({"prompt": text_of(file), "id": file.stem}, str(file), {}).row(turns) for file in files)
     lines = _csv_lines(files[0], dict(fields)) if files[0].suffix == ".csv" else read_lines(files[0])
     rows: dict[str, Row] = {}
     for number, line in lines.items():

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from pqcache.harness.tasks import metrics
-from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.base import Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.fidelity import Fidelity, beside_full
 from pqcache.harness.tasks.prompt_files import FIELDS, Row, check_prompts, prompt_facts, read_prompts
 from pqcache.naming import suggestion
@@ -105,9 +105,6 @@ class Prompts(Task[PromptsOptions]):
         spec = self.spec(docs, process_results, ["acc"], data=facts, target="gold")
         spec.lm_eval_tasks[0] |= {"output_type": "multiple_choice", "doc_to_choice": "choices", "process_results": None}
         return spec
-
-    def longest(self, *, limit: int | None, model_name: str) -> Longest:
-        return Longest(f"task={self.name}", 0, self.max_new_tokens)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

@@ -21,27 +21,23 @@ def chat(*turns: tuple[str, object], **more: object) -> str:
     return json.dumps({"messages": [{"role": role, "content": content} for role, content in turns], **more})
 
 
-def sources(folder: Path) -> dict[str, Path]:
+def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
     """The same two questions as JSONL and CSV, and a folder of texts."""
+    folder = tmp_path
     asked = [{"question": "The cat.\nWho?", "answers": ["The cat", "cat"]}, {"question": "2 + 2, yes?", "answers": [4]}]
     (folder / "q.jsonl").write_text("\ufeff" + "\n\n".join(map(json.dumps, asked)))
     (folder / "q.csv").write_text('question,answers\n"The cat.\nWho?","[""The cat"", ""cat""]"\n"2 + 2, yes?",[4]\n')
     (texts := folder / "texts").mkdir()
     for name in "ba":
         (texts / f"{name}.txt").write_text(f"Text {name}.")
-    return {"jsonl": folder / "q.jsonl", "csv": folder / "q.csv", "texts": texts}
-
-
-def test_files_of_every_kind_are_read(tmp_path: Path) -> None:
-    found = sources(tmp_path)
     fields = {"fields": {"prompt": "question"}}
-    read = {kind: task_of("prompts", {"source": str(found[kind]), **fields}).read() for kind in ("jsonl", "csv")}
+    read = {kind: task_of("prompts", {"source": f"{folder}/q.{kind}", **fields}).read() for kind in ("jsonl", "csv")}
     for one, metric in read.values():
         assert metric == "contains" and [row.answers for row in one] == [["The cat", "cat"], ["4"]]
         assert [row.text for row in one] == ["The cat.\nWho?", "2 + 2, yes?"]
     assert [row.where.split(", ")[1] for row in read["jsonl"][0]] == ["line 1", "line 3"]
-    texts, metric = task_of("prompts", {"source": str(found["texts"])}).read()
-    assert metric == "fidelity" and [row.id for row in texts] == ["a", "b"]
+    found, metric = task_of("prompts", {"source": str(texts)}).read()
+    assert metric == "fidelity" and [row.id for row in found] == ["a", "b"]
 
 
 @pytest.mark.parametrize(
