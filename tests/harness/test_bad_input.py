@@ -1,8 +1,6 @@
 """Everything a user can type wrong: one clear line each, exit code 2, nothing loaded, nothing written."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -47,16 +45,3 @@ def test_all_errors_at_once(capsys: Capture) -> None:
     assert len(errors.splitlines()) == 8
     parts = ("buget", "budget=7", "seed=x", "limit=-2", "method.n_sink=q", "method.store=hots", "task.lenght", "wandb")
     assert all(part in errors for part in parts), errors
-
-
-def test_as_a_shell_sees_it(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, str(REPO / "run.py"), "-m", "method=full,pqcach", "budget=0.2"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 2
-    assert done.stderr == "error: method=pqcach: unknown method; did you mean pqcache?\n"
-    assert done.stdout == ""
-    assert list(tmp_path.iterdir()) == []

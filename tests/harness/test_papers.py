@@ -111,13 +111,6 @@ def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: py
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-def test_missing_names_the_command(plan: RunPlan, rows: dict[str, results.Row]) -> None:
-    lines = papers.missing(plan)
-    assert len(lines) == 2  # Oracle at two budgets
-    assert all("experiment=pqcache_table2" in x and "cell=oracle" in x and "hydra.mode=RUN" in x for x in lines)
-    assert {"budget=0.2", "budget=0.1"} == {word for x in lines for word in x.split() if word.startswith("budget=")}
-
-
 # -- columns that are computed from a row or from two: against numbers worked by hand ----------------------------------
 
 

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,17 +19,17 @@ SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
 
 def samples(out: Path) -> dict[str, dict[int, dict[str, Any]]]:
     """Method -> document -> sample."""
-    result = {}
-    for path in out.glob("*/samples.jsonl"):
-        lines = [json.loads(line) for line in path.open()]
-        result[path.parent.name.split("__")[1]] = {line["doc_id"]: line for line in lines}
+    result: dict[str, dict[int, dict[str, Any]]] = {}
+    for path in out.glob("*/samples*.jsonl"):
+        own = result.setdefault(path.parent.name.split("__")[1], {})
+        for line in map(json.loads, path.open()):
+            assert own.setdefault(line["doc_id"], line) is line, "a sample is there twice"
     return result
 
 
-def lines(out: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
-    for path in sorted(out.glob("*/samples*.jsonl")):
-        for line in path.open():
-            yield path, json.loads(line)
+def timed(out: Path) -> set[tuple[str, int]]:
+    """(method, document) of the samples with a prefill of their own."""
+    return {(name, doc) for name, own in samples(out).items() for doc, line in own.items() if line["prefill_s"]}
 
 
 def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, capsys: Capture) -> None:
@@ -84,9 +83,9 @@ def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
     said = capsys.readouterr().err
     line = "shared prefills: needle_pocket sample 1 cannot be recorded (OutOfMemoryError: CUDA out of memory.)"
     assert said.count("shared prefills") == said.count(line) == 1
-    timed = {(path, line["doc_id"]) for path, line in lines(tmp_path / "out") if line["prefill_s"] is not None}
-    assert len(list(lines(tmp_path / "out"))) == len(generated) == 20
-    assert {doc for _, doc in timed} == (set() if engine else {1})  # a worker's times beside others do not count
+    assert sum(map(len, samples(tmp_path / "out").values())) == len(generated) == 20
+    own = {doc for _, doc in timed(tmp_path / "out")}
+    assert own == (set() if engine else {1})  # a worker's times beside others do not count
 
 
 def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
@@ -103,10 +102,7 @@ def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
     assert command("-m", "method=full,snapkv,streaming", "budget=0.3", "limit=4", "shared_prefill=true") == 0
     said = capsys.readouterr().err
     assert said.count("shared prefills") == said.count("sample 1 fails in snapkv") == 1
-    own = {
-        (path.parent.name.split("__")[1], line["doc_id"]) for path, line in lines(tmp_path / "out") if line["prefill_s"]
-    }
-    assert own == {("snapkv", 1)}
+    assert timed(tmp_path / "out") == {("snapkv", 1)}
 
 
 def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:

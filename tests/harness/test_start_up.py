@@ -109,18 +109,6 @@ def test_the_definitions_text_holds_every_name_that_lm_eval_knows() -> None:
     assert known <= definitions.names()
 
 
-def test_an_option_swept_over_methods_names_the_one_that_lacks_it() -> None:
-    (line,) = refused("-m method=pqcache,oracle method.m=2,4 budget=0.1,0.2")
-    assert line.startswith("method.m: unknown key; ")
-    assert line.endswith(" (with method=oracle)")
-    assert [line.rpartition(" (")[2] for line in refused("-m method=pqcache,oracle,sparq method.m=2")] == [
-        "with method=oracle)",
-        "with method=sparq)",
-    ]
-    (all_of_them,) = refused("-m method=pqcache,oracle budget=0.1,1.5")
-    assert "with method" not in all_of_them
-
-
 @pytest.mark.parametrize("group", ["method", "task"])
 def test_a_file_that_the_code_does_not_know_is_one_line(group: str, tmp_path: Path) -> None:
     shutil.copytree(run.CONFIGS, tmp_path / "configs")
