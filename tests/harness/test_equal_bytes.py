@@ -9,7 +9,9 @@ from scripts.equal_bytes import Unreachable, solve
 from tests.harness.cells import Capture
 
 
-def test_what_has_no_solution_says_so() -> None:
+def test_a_line_is_solved_and_what_has_no_solution_says_so() -> None:
+    found = solve(lambda tokens, quick: 3e4 + 200.0 * tokens * (1.003 if quick else 1.0), 2.3e5, 2000, 0.01)
+    assert found == pytest.approx(1000, rel=0.012)  # quick measurements are a little off
     with pytest.raises(Unreachable, match="whatever its budget"):
         solve(lambda tokens, quick: 1e6, 2e5, 2000, 0.01)
     with pytest.raises(Unreachable, match="would need"):
