@@ -1,5 +1,6 @@
 """Reasoning benchmarks of lm-eval over local rows in their own formats: long answers, thoughts, stop strings, resuming."""
 
+import io
 import json
 import shutil
 import sys
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.harness.run import adapter, models
+from pqcache.harness.run import adapter, answers, models
 from pqcache.harness.tasks import any_lm_eval, task_of
 from pqcache.harness.tasks.math_process import packages
 from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, model_options, one_row
@@ -186,4 +187,24 @@ def test_thoughts_are_kept_and_not_scored(
     assert not lines[0]["prompt_end"].endswith("</think>\n\n")
 
 
-# -- long answers ----------------------------------------------------------------------------------------------------------
+def test_the_end_of_thoughts_counts_where_it_is_a_special_token(thinker: Path) -> None:
+    tokenizer = models.text_side("hf", {**model_options(), "path": str(thinker)}).tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": [answers.END]})
+    said = "a STOP b</think>" + "answer " * 9
+    ids = tokenizer(f"{said}STOP c", add_special_tokens=False)["input_ids"]
+    stop = answers.stopper(tokenizer, ["STOP"], thinking=True)
+    assert stop is not None
+    first = next(n for n in range(1, len(ids) + 1) if stop(ids[:n]))
+    assert answers.cut(answers.decode(tokenizer, ids[:first], thinking=True), ["STOP"], thinking=True) == said
+    assert answers.scored(said) == "answer " * 9 and answers.scored("no end") == "no end"
+
+
+def test_a_long_answer_is_told_while_it_grows() -> None:
+    now, stream = [0.0], io.StringIO()
+    within = answers.Within("full 1.0 aime24", stream, lambda: now[0])
+    within.begin("aime24 sample 3", 32768)
+    stop = within.watched(lambda ids: len(ids) == 1000)
+    for count in range(1, 1001):
+        now[0] += 1 / 32
+        assert stop([0] * count) == (count == 1000)
+    assert stream.getvalue() == "full 1.0 aime24: aime24 sample 3: 960 of at most 32,768 tokens, 32.0 tokens/s\n"
