@@ -203,6 +203,7 @@ class ShadowKV(RetrievalMethod):
     n_sink: ClassVar[int] = 0  # type: ignore[misc]
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
     store: ClassVar[str] = "host"  # type: ignore[misc]
+    traceable: ClassVar[bool] = False  # a replay attends exact keys, not those of low rank
     reduce: ClassVar[str] = "max_softmax"  # type: ignore[misc]
 
     # tokens per chunk

@@ -17,8 +17,8 @@ from tests.invariants.conftest import build
 from tests.thin import thin
 
 PROMPT = torch.tensor([tokens(80, 1)])
-# bytes of a cache's hits or of codes are the method's own; keys of low rank are not those that a replay attends
-OTHER = ("pqcache-2", "pqcache-3", "clusterkv-1", "clusterkv-2", "shadowkv")
+# bytes of a cache's hits or of codes are the method's own
+OTHER = ("pqcache-2", "pqcache-3", "clusterkv-1", "clusterkv-2")
 METHODS = {case.id: case.make() for case in CASES if case.id not in OTHER and case.make().traceable}
 METHODS |= {
     "clusterkv-host": BY_ID["clusterkv"].make(store="host", cache_steps=0),

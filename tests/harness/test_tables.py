@@ -77,7 +77,7 @@ def test_row_figures_are_pooled_as_documented() -> None:
     assert row["prompt_tokens"] == pytest.approx(5000 / 3)
     assert row["generated_tokens"] == 3.0
     assert row["resident_bytes"] == {"device": pytest.approx(2 * 2**20), "host": pytest.approx(2 / 3 * 2**20)}
-    assert row["peak_bytes"] == {"device": 3 * 2**20}
+    assert row["peak_bytes"] == {"device": 3 * 2**20, "host": 2**20}
     assert row["extra"] == {"t": 5}
     (nothing,) = make_rows(one, {"oracle": [0.0]}, [sample(0, step_s=[0.1], attended_tokens=None)]).values()
     assert nothing["tpot_p50_ms"] is nothing["tpot_p95_ms"] is nothing["attended_tokens"] is None

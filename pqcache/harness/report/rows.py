@@ -176,8 +176,7 @@ class Row(TypedDict):
     # allowed_tokens, what the budget gives for the prompt, or at each step (budget_rule), of methods that spend it on tokens.
     # content_<tier>_bytes: resident_bytes without unused buffer capacity; content_bytes: their sum.
     # Where a model has sliding windows, or states of linear attention and the like, beside what the method serves: served_layers
-    # of model_layers, their numbers from 0 on in served_layer_numbers, and other_layers_bytes, what else is held; all other bytes
-    # and tokens are of the layers served.
+    # of model_layers, by number in served_layer_numbers, and other_layers_bytes; all other bytes and tokens are of those served.
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
     # whose answer differs. softmax: what computes a model with soft-capped scores or attention sinks; absent for other models
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds

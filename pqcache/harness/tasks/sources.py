@@ -258,7 +258,7 @@ def sha256(path: Path) -> str:
 @lru_cache(maxsize=256)
 def _sha256(path: str, size: int, mtime: int) -> str:
     with open_regular(path, sys.maxsize) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 # -- files of rows -----------------------------------------------------------------------------------------------------
