@@ -28,6 +28,17 @@ def console() -> int:
 def main(argv: list[str]) -> int:
     """Run a command line. Exit codes: 0 done, 1 a cell failed, 2 the command is wrong, 130 interrupted."""
     try:
+        return _answer(argv)
+    except KeyboardInterrupt:  # before a run begins, which says itself what is done
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _answer(argv: list[str]) -> int:
+    if wrong := [word for word in argv if word != word.encode(errors="replace").decode()]:
+        print(f"error: {ascii(wrong[0])[1:-1][:200]}: is no UTF-8", file=sys.stderr)
+        return 2
+    try:
         os.getcwd()
     except OSError:
         print("error: the working folder no longer exists; change to another one", file=sys.stderr)

@@ -9,23 +9,29 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pandas as pd
 import pytest
+import torch
 from lm_eval import utils
 
+from pqcache.harness.command import main
+from pqcache.harness.config import cells
 from pqcache.harness.config.cells import Cell, read_config
 from pqcache.harness.launch import plan as planning
 from pqcache.harness.report.page import cell_views
 from pqcache.harness.report.rows import damage, read_row, read_rows, write_row
 from pqcache.harness.report.sample_lines import read_all
-from pqcache.harness.run import models
+from pqcache.harness.report.table import Report
+from pqcache.harness.run import models, samples
+from pqcache.harness.run.memory import group_limit
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.run.samples import SampleLog, _owner
-from pqcache.harness.tasks import TaskRequest, definitions, sources, task_of
+from pqcache.harness.run.samples import SampleLog, _owner, claim
+from pqcache.harness.tasks import TaskRequest, definitions, humaneval, sources, task_of, xsum
 from pqcache.harness.tasks.definitions import is_written_in
 from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
 from pqcache.outside import read_json
-from tests.harness.cells import Capture, Command, Patch, planned, status
+from tests.harness.cells import Capture, Command, Patch, error_of, planned, status
 from tests.harness.made_rows import make_rows, sample
 
 Change = Callable[[dict[str, Any]], Any]
@@ -271,3 +277,124 @@ def test_a_template_that_loops_is_ended(loaded: LoadedModel, monkeypatch: Patch)
     definitions.sandbox_templates()
     with pytest.raises(ValueError, match="definition takes more than 0.2 s"):
         utils.apply_template(endless, {})
+
+
+# -- texts of others, data that cannot be graded, owners, control groups, spreadsheets ---------------------------------
+
+TEXTS = ["\ud800", "a\udfffb", "\0", "\x1b[2J", "\u202e", "\ud83d", "\udc00\ud800", "\x9b", "\u2028", "\ufeff"]
+
+
+@cases(TEXTS)
+def test_any_text_is_read_and_written(tmp_path: Path, case: str) -> None:
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"a": case, "b": [{case: 1}]}))
+    ((row,),) = [sources.read_rows(tmp_path / "rows.jsonl")]
+    row["a"].encode()
+    with SampleLog(tmp_path / "samples.jsonl") as log:
+        log.append(sample(0, response=case))  # type: ignore[arg-type]
+    ((read,), _) = (list(read_all(tmp_path)[0].values()), None)
+    assert len(read["response"]) == len(case)
+    (row,) = make_rows(planned("method=streaming"), {"streaming": [50.0]}).values()
+    write_row(tmp_path / "row.json", {**row, "device": case})
+    assert read_row(tmp_path / "row.json") is not None
+
+
+@cases(["method=full model.system='\udcff'", "out=\ud800", "\udcff", "list=\udcff", "-m \ud800=1"])
+def test_words_that_are_no_utf8_are_one_line(case: str, capsys: Capture) -> None:
+    assert "is no UTF-8" in error_of(capsys, main(case.split()))
+
+
+def test_ctrl_c_before_a_run_is_130(monkeypatch: Patch, capsys: Capture) -> None:
+    def stop(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cells, "make_plan", stop)
+    assert main(["method=full"]) == 130 and capsys.readouterr().err == "\ninterrupted\n"
+
+
+def test_a_full_disk_fails_the_cell_in_one_line(command: Command, monkeypatch: Patch, capsys: Capture) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(samples.os, "fsync", full)
+        assert command("method=full", "limit=1") == 1
+    said = capsys.readouterr().err
+    assert "No space left on device" in said and "Traceback" not in said
+
+
+OWNERS = [
+    "",
+    "{",
+    "[]",
+    "null",
+    '{"pid": 1}',
+    '{"pid": "x", "host": [], "since": "2999-01-01"}',
+    "\0",
+    "7",
+    '"a"',
+    "[" * 9999,
+]
+
+
+@cases(OWNERS)
+def test_an_owner_file_blocks_nothing(tmp_path: Path, case: str) -> None:
+    (tmp_path / "owner.json").write_text(case)
+    os.utime(tmp_path / "owner.json", (1e11, 1e11))
+    for _ in range(2):
+        with claim(tmp_path):
+            assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
+        (tmp_path / "owner.json").write_text(case)
+
+
+EMPTY = [None, "", " ", "\n\t"]
+
+
+@cases(
+    [
+        (task, field, value)
+        for task, fields in (("humaneval", ("prompt", "test", "entry_point")), ("xsum", ("summary",)))
+        for field in fields
+        for value in EMPTY
+    ]
+)
+def test_rows_that_cannot_be_graded_are_refused(tmp_path: Path, case: tuple[str, str, Any]) -> None:
+    name, field, value = case
+    data = {"humaneval": humaneval.DATA, "xsum": xsum.DATA}[name]
+    good = dict.fromkeys(data.fields, "x")
+    (tmp_path / "test.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps({**good, field: value})}\n")
+    with pytest.raises(ValueError, match=f"row 2: {field} is empty"):
+        data.read(str(tmp_path / "test.jsonl"))
+    assert data.read(str(tmp_path / "test.jsonl"), limit=1)[0] == [good]
+
+
+GROUPS = {
+    "version 2": ("0::/a/b", {"a/b/memory.max": "100", "a/b/memory.current": "40"}, 60),
+    "a parent's": ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "90", "a/memory.current": "40"}, 50),
+    "the root's": ("0::/", {"memory.max": "70", "memory.current": "80"}, 0),
+    "version 1": ("9:memory:/d", {"memory/d/memory.limit_in_bytes": "80", "memory/d/memory.usage_in_bytes": "1"}, 79),
+    "none": ("0::/a", {"a/memory.max": "max"}, None),
+    "no file": ("", {}, None),
+}
+
+
+@cases(GROUPS)
+def test_the_limit_of_a_control_group(tmp_path: Path, case: str) -> None:
+    own, files, left = GROUPS[case]
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "own").write_text(own)
+    assert group_limit(tmp_path, tmp_path / "own") == left
+
+
+@cases(["=1+1", "+1", "@SUM(A1)", "-2+3", "\t=1", "\r=1", '=HYPERLINK("x")'])
+def test_a_formula_is_a_text(tmp_path: Path, case: str) -> None:
+    Report("t", "c", [], {}).write(tmp_path / "t", pd.DataFrame({"a": [case, "x"], "b": [-1.0, 2.0]}))
+    assert list(pd.read_csv(tmp_path / "t.csv")["a"]) == [r"\r=1" if case[0] == "\r" else f"'{case}", "x"]
+
+
+def test_a_token_without_an_embedding_is_named(loaded: LoadedModel) -> None:
+    small = replace(loaded, model=torch.nn.Module())
+    small.model.get_input_embeddings = lambda: torch.nn.Embedding(5, 2)  # type: ignore[method-assign]
+    with pytest.raises(ValueError, match="its tokenizer has token .*, its embedding only 5 rows"):
+        small.encode("some words")

@@ -23,7 +23,7 @@ from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.check import Checked, Draft, finish, read
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
-from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, without_secrets
+from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, one_line, say_once, without_secrets
 from pqcache.harness.config.smoke import reduced
 from pqcache.outside import lines, read_yaml
 
@@ -278,7 +278,10 @@ def open_folder(cell: Cell) -> Path:
 
 
 def write_status(folder: Path, status: str, **facts: Any) -> None:
-    """Replace status.json. Secrets in its texts are masked."""
+    """Replace status.json; a full disk, of which more is said elsewhere, leaves it. Secrets in its texts are masked."""
     facts = {key: masked(value) if isinstance(value, str) else value for key, value in facts.items()}
     stamp = time.strftime("%Y-%m-%dT%H:%M:%S%z")
-    write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")
+    try:
+        write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")
+    except OSError as error:
+        say_once(f"{folder}: status.json cannot be written ({one_line(error)})")

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import models, smoke_models
-from pqcache.harness.run.memory import fitting_chunk, free_bytes, kept_bytes, prefill_bytes, swap
+from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes, swap
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.selective import Method, ModelShape
 from pqcache.store.buffer import round_up
@@ -173,7 +173,10 @@ def free(device: str) -> int | None:
     if device in (WORKER, SPREAD):
         return None
     there = free_bytes(torch.device(device))
-    return there if there is None or device != "cpu" else there + swap()
+    if there is None or device != "cpu":
+        return there
+    limit = group_limit()  # which swap does not raise
+    return there + swap() if limit is None else min(there + swap(), limit)
 
 
 def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:

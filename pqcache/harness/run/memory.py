@@ -5,6 +5,7 @@ of one chunk. But then every layer holds the prompt's K and V until its last chu
 the other evict or pack them.
 """
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,15 +135,19 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def group_limit(folder: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What the control group leaves, version 2 or 1; None if it sets no limit."""
-    for limit, used in (
-        ("memory.max", "memory.current"),
-        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+def group_limit(folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
+    """What the process's control groups leave, version 2 or 1, from its own up to the root; None if none sets a limit."""
+    groups = {"": "/", "memory": "/"}  # controllers -> the process's group
+    with contextlib.suppress(OSError):
+        groups |= {name: path for _, name, path in (line.split(":", 2) for line in own.read_text().splitlines())}
+    left = []
+    for name, limit, used in (
+        ("", "memory.max", "memory.current"),
+        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
     ):
-        try:
-            most = int((folder / limit).read_text())
-            return max(0, most - int((folder / used).read_text()))
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-    return None
+        path = Path(groups[name])
+        for group in (path, *path.parents):
+            at = folder / name / str(group).lstrip("/")
+            with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
+                left.append(max(0, int((at / limit).read_text()) - int((at / used).read_text())))
+    return min(left, default=None)

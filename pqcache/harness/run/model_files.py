@@ -115,10 +115,10 @@ def _check_rotation(path: object, said: Mapping[str, Any]) -> None:
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     kinds = {"default", *ROPE_INIT_FUNCTIONS}
-    for name, value in said.items():
+    for name, value in (said if isinstance(said, dict) else {"rope_type": said}).items():
         if isinstance(value, dict):
             _check_rotation(path, value)
-        elif name == "rope_type" and value not in kinds:
+        elif name == "rope_type" and str(value) not in kinds:
             allowed = ", ".join(sorted(kinds))
             raise Unusable(f"model.path={path}: config.json says rope_type={value!r:.60}; expected one of {allowed}")
         elif name in ("rope_theta", "factor") and value is not None and not (

@@ -15,7 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
-from pqcache.outside import within
+from pqcache.outside import whole, within
 
 if TYPE_CHECKING:
     import torch
@@ -94,8 +94,7 @@ class LoadedModel:
         told = answers.template_options(self.thinking, self.tokenizer)
         with within(TEMPLATE_S, "the model's chat template"):
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
-        assert isinstance(text, str)
-        return text
+        return whole(str(text))
 
     def turn(self, prompt: str) -> list[int]:
         """Token ids between an answer and the answer to the user's next message: the end of the model's turn, and this one."""
@@ -108,7 +107,11 @@ class LoadedModel:
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         while prefix and ids[: len(prefix)] == prefix:
             ids = ids[len(prefix) :]
-        return prefix + ids
+        ids = prefix + ids
+        embedding = getattr(self.model, "get_input_embeddings", None)  # an outline of a model has none
+        if embedding is not None and max(ids, default=0) >= (rows := embedding().weight.shape[0]):
+            raise ValueError(f"model {self.name}: its tokenizer has token {max(ids)}, its embedding only {rows} rows")
+        return ids
 
     def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
         """(the prompt without its middle, the tokens dropped), if it has more than `length` tokens, opening ones included.

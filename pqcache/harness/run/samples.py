@@ -241,9 +241,10 @@ class SampleLog:
 
     def close(self) -> None:
         """Close the file and let the cell go."""
-        if self._file is not None:
-            self._file.close()
-        self._stack.close()
+        with self._stack:  # the cell is let go whatever happens
+            if self._file is not None:
+                with contextlib.suppress(OSError):  # of a full disk, which `append` has met
+                    self._file.close()
 
     def __enter__(self) -> Self:
         return self

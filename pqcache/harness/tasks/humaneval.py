@@ -20,7 +20,10 @@ from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_sourc
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 DATA = DataSet(
-    "openai/openai_humaneval", fields=FIELDS, files=("HumanEval.jsonl.gz", "HumanEval.jsonl", "test.parquet")
+    "openai/openai_humaneval",
+    fields=FIELDS,
+    graded=("prompt", "test", "entry_point"),
+    files=("HumanEval.jsonl.gz", "HumanEval.jsonl", "test.parquet"),
 )
 UNTIL = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 FOLDS: dict[str, Callable[[list[int]], int]] = {"sum": sum, "largest": max, "smallest": min}

@@ -83,6 +83,8 @@ class DataSet:
     # Keys that every row has.
     fields: tuple[str, ...] = ()
     files: tuple[str, ...] = ("test.jsonl", "test.jsonl.gz", "test.parquet")
+    # Keys without whose text an answer cannot be graded.
+    graded: tuple[str, ...] = ()
     # What task.source may be without the hub, beside a folder.
     offline: str = CONSTRUCTED
 
@@ -94,6 +96,11 @@ class DataSet:
             path = Path(source).expanduser()
             path = path if path.is_file() else local_file(source, *self.files)
             rows, facts = _read_file(path, self.fields, path.stat().st_mtime_ns), file_facts(path)
+        for number, row in enumerate(rows[:limit], 1):
+            if empty := [field for field in self.graded if not str(row[field] or "").strip()]:
+                raise ValueError(
+                    f"task.source={source}: row {number}: {', '.join(empty)} is empty; it cannot be graded"
+                )
         return rows[:limit], {**facts, "sha256": dict(facts["sha256"])}
 
 

@@ -22,6 +22,7 @@ DATA = DataSet(
     "EdinburghNLP/xsum",
     revision="refs/convert/parquet",
     fields=("document", "summary", "id"),
+    graded=("summary",),
     files=("test.jsonl", "test.parquet", "xsum.jsonl"),
 )
 PROMPT = "Summarize the following document: {document}."
