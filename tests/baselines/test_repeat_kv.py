@@ -16,9 +16,8 @@ from tests.baselines.test_evictors import EVICTORS
 from tests.invariants.conftest import build
 
 QUARTER: dict[str, Any] = {"budget": Budget(ratio=0.25)}
-METHODS = {
-    name: EVICTORS[name] for name in ("h2o", "h2o-static", "snapkv", "pyramidkv", "kvcrush", "kvcrush-h2o-pages")
-}
+METHODS = {name: EVICTORS[name] for name in ("h2o", "h2o-static", "snapkv", "pyramidkv", "kvcrush")}
+METHODS["kvcrush-pages"] = {"base": "h2o", "page": 2, "base_options": {"n_sink": 4}}
 METHODS["kvcrush_mixed"] = {"bits": 4, "group": 8, "base_options": {"n_sink": 4, "w": 8}}
 
 
