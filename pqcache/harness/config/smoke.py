@@ -74,7 +74,9 @@ def _shrink_task(config: dict[str, Any]) -> None:
         fields = option_fields(task_class(task["name"]).Options)
     except ValueError:  # of lm-eval, or a name that is refused later
         fields = {}
-    if "source" in fields:  # in place of the hub; what is shipped serves as it is
+    if (
+        "source" in fields and fields["source"][1] is not None
+    ):  # in place of the hub; what is shipped or typed serves as it is
         task["source"] = "constructed" if fields["source"][1] == "hub" else fields["source"][1]
     for key, stand_ins in LISTS.items():
         if key in fields and (isinstance(task.get(key), list) or fields[key][1] is None):
