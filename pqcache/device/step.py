@@ -20,7 +20,8 @@ __all__ = ["DeviceStep", "attend_packed", "substitute_for"]
 def substitute_for(parts: StepParts | Window | None) -> Substitute | None:
     """What does a layer's decode steps in its place; None: the layer does them itself."""
     if parts is not None and not isinstance(parts, StepParts):
-        return WindowStep(parts)
+        assert parts.k is not None and parts.v is not None
+        return WindowStep(parts) if parts.k.shape[3] == parts.v.shape[3] else None  # latent attention
     if parts is None or type(parts.store) is not ResidentStore or parts.store.k is None:
         return None
     if len({buffer.data.shape[3] for buffer in parts.store.buffers}) > 1:  # latent attention

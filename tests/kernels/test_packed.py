@@ -59,7 +59,8 @@ def test_a_step_equals_that_of_plain_torch(
     with threads(2):
         got = attend_coded(q, store, 0.25)
     runs = store.runs(exact=True)[0]
-    assert all(packed.serves(q, run) for run in runs)
+    assert all(packed.serves(q, run) for run in runs) and bool(tasks) == bool(runs)
+    assert runs or min(lengths) < 100  # shorter ones may be all residual
     assert len(lengths) > 1 or not runs or max(tasks) >= 4
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-5)

@@ -74,10 +74,8 @@ def _shrink_task(config: dict[str, Any]) -> None:
         fields = option_fields(task_class(task["name"]).Options)
     except ValueError:  # of lm-eval, or a name that is refused later
         fields = {}
-    if (
-        "source" in fields and fields["source"][1] is not None
-    ):  # in place of the hub; what is shipped or typed serves as it is
-        task["source"] = "constructed" if fields["source"][1] == "hub" else fields["source"][1]
+    if "source" in fields and (default := fields["source"][1]) is not None:  # else what was typed serves
+        task["source"] = "constructed" if default == "hub" else default
     for key, stand_ins in LISTS.items():
         if key in fields and (isinstance(task.get(key), list) or fields[key][1] is None):
             values = task.get(key)

@@ -137,14 +137,10 @@ class Row(TypedDict):
     budget_ratio: Amount | None  # requested share of the prompt; 1.0 where it is ignored; null for a budget in tokens
     budget_tokens: Amount | None  # requested tokens; for a ratio, planned per layer and KV head (mean over samples)
     budget_rule: str | None  # how it is kept: a key of pqcache.selective.budget.RULES; null in older rows (prompt)
-    budget_applied: (
-        Amount | None
-    )  # planned tokens / prompt tokens, rounding and sinks included; 1.0 where it is ignored
+    budget_applied: Amount | None  # planned tokens / prompt tokens, rounding and sinks included; 1.0 if ignored
     prompt_tokens: Amount  # mean per sample
     generated_tokens: Amount  # mean per sample
-    attended_tokens: (
-        Amount | None
-    )  # mean over decode steps, query heads and selecting layers (kept, where none selects)
+    attended_tokens: Amount | None  # mean over steps, query heads and selecting layers (kept, where none selects)
     attended_tokens_all_layers: Amount | None  # the same over all layers
 
     # bytes

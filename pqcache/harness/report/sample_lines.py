@@ -39,9 +39,8 @@ class Sample(SampleMarks):
     doc_id: Count  # its document's number in that task
     fingerprint: str  # of the weights, the token ids fed to the model and the generation settings
     response: str  # the answer, cut at the stop strings; with model.thinking=true also the thoughts before it
-    score: (
-        float | None
-    )  # 0..100, or in the range of a metric of lm-eval; None where the task needs more than this answer to score it
+    # 0..100, or in the range of a metric of lm-eval; None where the task needs more than this answer to score it
+    score: float | None
     new_tokens: Count  # tokens generated, eos included
     prompt_tokens: Count
     question_tokens: Count  # prompt tokens fed through the decode path
