@@ -77,7 +77,7 @@ class DeviceStep:
 
 
 class WindowStep:
-    """See store/step.py. Of rows without padding in their window: they all hold as many columns."""
+    """The decode step of a layer with a sliding window; see store/step.py. No row has padding in it: one counter is of all."""
 
     def __init__(self, held: Window) -> None:
         self.held = held

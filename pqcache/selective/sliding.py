@@ -95,7 +95,7 @@ class SlidingLayer(SelectiveLayer):
         return self if max(cache.pads) <= max(0, self.columns - self.window) else None  # no padding in the window
 
     def note_step(self, ledger: Ledger) -> None:
-        """Attended tokens are of the layers served."""
+        """Nothing to count: attended tokens are those of the layers that a method serves."""
 
     def _pads(self, ctx: LayerContext) -> list[int]:
         """Columns of padding before each row's first token."""
@@ -112,6 +112,7 @@ class SlidingLayer(SelectiveLayer):
         self.k[:, :, slots], self.v[:, :, slots] = k[:, :, -count:], v[:, :, -count:]
 
     def reserve(self, columns: int) -> None:
+        """Make room for the window of so many columns; what is stored stays where it is."""
         assert self.k is not None and self.v is not None
         slots, room = min(self.window, columns), self.k.shape[2]
         if room < slots:

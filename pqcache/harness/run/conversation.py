@@ -12,7 +12,7 @@ Stop = Callable[[list[int]], bool]
 
 
 class Conversation:
-    """Called with the tokens of an answer, it gives the next turn, or None behind the last one: see `generate`'s `then`."""
+    """Called with the tokens of an answer, it gives the next turn, or None after the last one: see `generate`'s `then`."""
 
     def __init__(
         self,

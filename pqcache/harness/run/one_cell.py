@@ -25,7 +25,7 @@ from pqcache.harness.run.session import Session, set_seed, task_of_cell
 from pqcache.harness.tasks import Figure, TaskSpec
 from pqcache.selective import NotApplicable
 
-# Of a row: what its cell decides, and beside it what is the same each time it is made of the same samples.
+# Fields of a row that its cell decides, and fields that the same samples always give.
 OF_THE_CELL = "model method hyper_parameters task task_options seed protocol decode smoke dense_layers".split()
 OF_THE_SAMPLES = (
     "sample_scores n_failed n_skipped unverified_samples prompt_tokens generated_tokens budget_tokens attended_tokens"
@@ -177,7 +177,7 @@ def _same(old: Row, row: Row, keys: Sequence[str]) -> bool:
 
 
 def _is_of(old: Row, row: Row, samples: Iterable[Sample]) -> bool:
-    """Whether a row of more samples is of this cell, and has what is on disk. row: of some of them."""
+    """Whether an older row with more samples may stay: it is of this cell, agrees with `row`, and its samples are on disk."""
     there = {(sample["task"], str(sample["doc_id"])) for sample in samples if "failed" not in sample}
     claimed = {(task, key): score for task, of in old["sample_scores"].items() for key, score in of.items()}
     known = {(task, key): score for task, of in row["sample_scores"].items() for key, score in of.items()}
