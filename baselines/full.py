@@ -16,6 +16,7 @@ class Full(Method):
     name: ClassVar[str] = "full"
     kind: ClassVar[str] = "keep all"
     ignores_budget: ClassVar[bool] = True
+    serves_windows: ClassVar[bool] = True
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float:
         """The full cache is what the others are compared with."""

@@ -114,20 +114,30 @@ def attempt(family: Family) -> Trial:
     if not family.small:
         trial.methods["full"] = "is not refused: it needs a small configuration"
         return trial
+    model = model_of(config)
+    stock = answer(model)
+    text = config.get_text_config()
+    if sliding_window(text):
+        trial.note = "up to the length of its sliding window, `full` beyond it, too"
+    elif len(served(text)) < text.num_hidden_layers:
+        trial.note = "its layers of full attention"
+    for name, options in METHODS.items():
+        trial.methods[name] = _under(model, name, options, stock)
+    if sliding_window(text):
+        text.sliding_window = PROMPT // 3
+        narrow = model_of(config)
+        trial.methods["full"] = _under(narrow, "full", {}, answer(narrow))
+    return trial
+
+
+def model_of(config: PreTrainedConfig) -> PreTrainedModel:
+    """A model of random weights, always the same."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).float().eval()
     for weight in model.parameters():
         if weight.ndim > 1:  # else attention, and so what a method does, hardly matters
             weight.data *= SCALE
-    stock = answer(model)
-    text = config.get_text_config()
-    if sliding_window(text):
-        trial.note = "up to the length of its sliding window"
-    elif len(served(text)) < text.num_hidden_layers:
-        trial.note = "its layers of full attention"
-    for name, options in METHODS.items():
-        trial.methods[name] = _under(model, name, options, stock)
-    return trial
+    return model
 
 
 def _under(model: PreTrainedModel, name: str, options: dict[str, Any], stock: torch.Tensor) -> str:

@@ -17,7 +17,7 @@ from pqcache.selective.ledger import Ledger, unique_bytes
 from pqcache.selective.method import Method
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape, NotApplicable, attending, served, windows
-from pqcache.selective.sliding import SlidingLayer
+from pqcache.selective.sliding import SlidingLayer, WindowedLayer
 from pqcache.selective.support import accelerator, attention_kernel, check_architecture, sliding_window
 from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
@@ -67,6 +67,9 @@ class SelectiveCache(Request):
         self.ledger = Ledger()
         self.observers, self.watchers = [], []
         self.served = method.layers(self.shape)  # the others keep their sliding window
+        if self.window is not None and method.serves_windows:
+            self.served = [WindowedLayer(i, self.shape, self.window) for i in range(self.shape.n_layers)]
+            self.window = None
         every: list[Any] = [DummyLayer() for _ in windows(config)]  # what has no attention
         for place in attending(config):
             every[place] = SlidingLayer(place, self.shape, windows(config)[place] or 0)
@@ -149,8 +152,8 @@ class SelectiveCache(Request):
     def check_window(self, tokens: int) -> None:
         if self.window is not None and tokens > self.window:
             raise NotApplicable(
-                f"{tokens} tokens exceed the model's sliding window of {self.window}: all its layers slide, and a method serves"
-                " layers of full attention"
+                f"{tokens} tokens exceed the model's sliding window of {self.window}: all its layers slide, and beyond it"
+                " method=full alone applies"
             )
 
     # -- one forward pass (called by attach) ------------------------------------------------------------------------

@@ -42,6 +42,8 @@ class Method:
     # keep all | retrieve (keep all, pick some per query) | evict (drop some) | quantize (fewer bits); or two of them
     kind: ClassVar[str] = ""
     ignores_budget: ClassVar[bool] = False
+    # Whether it keeps the windows of a model whose layers all slide: nothing is left to choose beyond them.
+    serves_windows: ClassVar[bool] = False
     # Whether several prompts may be answered at once.
     takes_batches: ClassVar[bool] = True
     # Of a method from outside: a digest of its files, set when its class is loaded (pqcache/registry.py).

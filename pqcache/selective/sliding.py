@@ -5,6 +5,8 @@ In models that mix such layers with layers of full attention (Gemma 3, OLMo 3, E
 
 from __future__ import annotations
 
+from statistics import fmean
+
 import torch
 
 from pqcache.selective.attention import attend_rows
@@ -140,3 +142,33 @@ class SlidingLayer(SelectiveLayer):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {"device": [x for x in (self.k, self.v) if x is not None]}
+
+    @property
+    def is_croppable(self) -> bool:  # type: ignore[override]
+        """Until a token has left the window: it is not held any more."""
+        return self.columns <= self.window
+
+    def truncate(self, tokens: int) -> None:
+        """The slots of what is forgotten are written again."""
+
+
+class WindowedLayer(SlidingLayer):
+    """The same where all layers slide and the method keeps all that they see: it serves them, and their tokens are counted."""
+
+    attend = SelectiveLayer.attend
+    note_step = SelectiveLayer.note_step
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
+        attended = fmean(min(total, self.window) for total in ctx.step.total)
+        ctx.cache.ledger.attend(self.layer_idx, attended, selecting=False)
+        return super().decode(q, k, v, ctx)
+
+    def held_positions(self) -> torch.Tensor | None:
+        cache = None if self.owner is None else self.owner()
+        if self.k is None or cache is None:
+            return None
+        slots = torch.arange(min(self.columns, self.window), device=self.k.device)
+        oldest = self.columns - len(slots)
+        columns = oldest + (slots - oldest) % self.window
+        positions = columns - torch.tensor(cache.pads, device=slots.device)[:, None, None]
+        return positions.clamp_min(-1).expand(-1, self.shape.h_kv, -1)

@@ -21,6 +21,7 @@ from scripts.try_architectures import FAMILIES, SMALL
 
 WINDOW, S = 16, 52  # prompts of more than three windows
 SLIDING = ("gemma3_text", "olmo3", "exaone4")
+ALL_SLIDE = ("mistral", "starcoder2")
 LAYERS = ["sliding_attention", "sliding_attention", "full_attention", "sliding_attention", "full_attention"]
 WINDOWS: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 5, "num_attention_heads": 4,
@@ -31,6 +32,7 @@ WINDOWS: dict[str, Any] = {
 HYBRID = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear")
 OPTIONS = {family.kind: {**SMALL, **family.options} for family in FAMILIES if family.kind in HYBRID}
 OPTIONS |= dict.fromkeys(SLIDING, WINDOWS)
+OPTIONS |= dict.fromkeys(ALL_SLIDE, {key: value for key, value in WINDOWS.items() if key != "layer_types"})
 
 
 def small(kind: str) -> PreTrainedModel:
@@ -43,7 +45,7 @@ def small(kind: str) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=[*SLIDING, *HYBRID])
+@pytest.fixture(scope="module", params=[*SLIDING, *HYBRID, *ALL_SLIDE])
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small(request.param)
 
@@ -88,8 +90,11 @@ def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[in
     windows = [layer for layer in cache.layers if isinstance(layer, SlidingLayer)]
     assert [layer.k.shape[2] for layer in windows if layer.k is not None] == [WINDOW] * len(windows)
     # layers, K and V, rows, KV heads, tokens, d, bytes of a number
-    kept = 3 * 2 * 2 * 2 * WINDOW * 8 * 8 if windows else sum(x.nbytes for x in tensors(stock))
-    assert cache.other_bytes() == kept > 0
+    kept = len(windows) * 2 * 2 * 2 * WINDOW * 8 * 8 if windows else sum(x.nbytes for x in tensors(stock))
+    if model.config.model_type in ALL_SLIDE:  # served
+        assert (len(windows), cache.other_bytes(), cache.resident_bytes()) == (5, 0, {"device": kept})
+    else:
+        assert (len(windows) in (0, 3), cache.other_bytes()) == (True, kept)
 
 
 @pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}], ids=["beams", "chunks"])
@@ -105,6 +110,7 @@ def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
         assert torch.equal(call(past_key_values=cache), theirs)
 
 
+@pytest.mark.parametrize("model", [*SLIDING, *HYBRID], indirect=True)
 def test_methods_serve_the_layers_of_attention(model: PreTrainedModel) -> None:
     """A prefill in common and steps in common give what each method gives alone; a request leaves nothing to the next."""
     ids, kind = prompt()[0][1:], model.config.model_type
@@ -129,6 +135,28 @@ def test_methods_serve_the_layers_of_attention(model: PreTrainedModel) -> None:
         assert (mine.attended_tokens, mine.resident_bytes) == (other.attended_tokens, other.resident_bytes), name
         assert mine.extra["other_layers_bytes"] == other.extra["other_layers_bytes"] > 0
         assert mine.extra["served_layer_numbers"] == " ".join(map(str, served(model.config)))
+
+
+@pytest.mark.parametrize("model", ALL_SLIDE, indirect=True)
+def test_full_keeps_windows_where_all_layers_slide(model: PreTrainedModel) -> None:
+    """Beyond the window no method has anything to choose; Full counts what it attends, and crops what has not left it."""
+    ids = prompt()[0][1:]
+    plain = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, S:].tolist()
+    one = generate(model, method(), ids, max_new_tokens=5)
+    assert (one.token_ids, one.attended_tokens) == (plain, WINDOW)
+    with pytest.raises(NotApplicable, match="beyond it method=full alone applies"):
+        generate(model, method("pqcache", 0.3), ids, max_new_tokens=5)
+    with attach(model), torch.no_grad():
+        cache = SelectiveCache(model, method())
+        model(ids[:, :10], past_key_values=cache, use_cache=True)
+        cache.crop(-3)
+        for end in range(8, 18):
+            last = model(ids[:, end - 1 : end], past_key_values=cache, use_cache=True).logits
+        assert (last[:, -1] - model(ids[:, :17]).logits[:, -1]).abs().max() < 1e-9
+        held = cache.served[0].held_positions()
+        assert held is not None and sorted(held[0, 0].tolist()) == list(range(1, 17))
+        with pytest.raises(NotImplementedError, match="cannot be cropped"):
+            cache.crop(-1)
 
 
 @pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
