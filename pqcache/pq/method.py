@@ -127,7 +127,7 @@ class PQCache(RetrievalMethod):
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         """Adaptive rounds: read the profile; without one measure it where a text is given, as the harness does.
 
-        Raises NotApplicable, one line with the command that measures it, if there is neither.
+        Raises NotApplicable, one line that says how to measure it, if there is neither.
         """
         if self.max_iter != "adaptive" or (self.cost is not None and cache_dir is None):
             return

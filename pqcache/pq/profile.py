@@ -1,7 +1,8 @@
 """Measure what `schedule` fits: one layer's prefill, its copy to the host, and the clustering of its keys (PQCache, section 3.3).
 
 A decoder layer with random weights prefills prompts of each length, and random keys are clustered in 3 and in 9 rounds. Every
-time is the fastest of its repetitions, since other jobs only add to it. `scripts/profile_schedule.py` is the command line.
+time is the fastest of its repetitions, since other jobs only add to it. `PQCache.prepare`, given a text,
+measures the profile that it lacks.
 """
 
 import contextlib

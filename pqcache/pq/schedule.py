@@ -1,8 +1,8 @@
 """How many K-Means rounds hide behind one layer's prefill (PQCache, section 3.3).
 
 The times come from a profile of machine, model geometry and index, stored as <cache_dir>/schedule/<machine>__<geometry>.json.
-A run of the harness measures it before its first prompt; `scripts/profile_schedule.py` measures it at any lengths. The library
-refuses max_iter=adaptive without a profile: rounds decide which tokens are selected, so a guess must not replace it.
+A run of the harness measures it before its first prompt (profile.py). The library alone refuses max_iter=adaptive without a
+profile: rounds decide which tokens are selected, so a guess must not replace it.
 """
 
 from __future__ import annotations
@@ -74,17 +74,6 @@ class Geometry:
         layer = f"h{self.h}-kv{self.h_kv}-d{self.d}-{self.hidden}-{self.intermediate}-{self.dtype}"
         return f"{layer}-m{self.m}-b{self.b}-kmeans-{self.kmeans_device}"
 
-    def command(self, device: torch.device, cache_dir: Path | None = None) -> str:
-        """The command that measures the profile."""
-        shape = ",".join(map(str, (self.h, self.h_kv, self.d, self.hidden, self.intermediate)))
-        words = ["python scripts/profile_schedule.py", f"--shape {shape} --dtype {self.dtype} --device {device.type}"]
-        words.append(f"--m {self.m} --b {self.b} --kmeans-device {self.kmeans_device}")
-        if device.type == "cpu":
-            words.append(f"--threads {torch.get_num_threads()}")
-        if cache_dir is not None and cache_dir.expanduser() != CACHE_DIR.expanduser():
-            words.append(f"--cache-dir {cache_dir}")
-        return " ".join(words)
-
 
 CACHE_DIR = Path("~/.cache/pqcache")
 
@@ -95,7 +84,7 @@ def profile_path(geometry: Geometry, device: torch.device, cache_dir: Path | Non
 
 
 def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None = None) -> CostModel:
-    """The fitted costs. Raises NotApplicable, one line that names the command that measures them."""
+    """The fitted costs. Raises NotApplicable, one line that says how to measure them."""
     path = profile_path(geometry, device, cache_dir)
     try:
         cost = json.loads(path.read_text())["cost"]
@@ -104,7 +93,7 @@ def load_cost(geometry: Geometry, device: torch.device, cache_dir: Path | None =
         state = "unreadable" if path.exists() else "no"
         raise NotApplicable(
             f"max_iter=adaptive: {state} profile of this machine and model ({path});"
-            f" make one with: {geometry.command(device, cache_dir)}"
+            " method.prepare(model, ids, folder) with any token ids (1, t) measures one"
         ) from None
 
 

@@ -1,7 +1,6 @@
 """Adaptive rounds: the fit, the profile's file, the one clear line without it, and rounds that rows report."""
 
 import json
-import re
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,6 @@ from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, profil
 from pqcache.selective import Budget, generate
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_architecture
-from scripts import profile_schedule
 
 CPU = torch.device("cpu")
 
@@ -39,7 +37,7 @@ def test_a_profile_is_kept_by_machine_and_geometry(tmp_path: Path) -> None:
     path = save_cost(cost, shape, CPU, tmp_path, {"lengths": [1]})
     assert path == profile_path(shape, CPU, tmp_path) and load_cost(shape, CPU, tmp_path) == cost
     other = Geometry.of(geometry("mistral-7b-instruct-v0.2"), "float16", m=4, b=6, kmeans_device="cpu")
-    with pytest.raises(ValueError, match=r"no profile .* make one with: python scripts/profile_schedule.py .*--m 4"):
+    with pytest.raises(ValueError, match=r"no profile .*-m4-.* method.prepare.* measures one"):
         load_cost(other, CPU, tmp_path)
     path.write_text("{")
     with pytest.raises(ValueError, match="unreadable profile"):
@@ -53,24 +51,26 @@ def test_every_geometry_is_a_model_the_interface_takes(name: str) -> None:
     assert ModelShape.of(config).d in (16, 96, 128)
 
 
-def test_the_line_names_a_command_that_makes_the_profile(
-    llama: PreTrainedModel, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_without_a_profile_it_is_refused_and_prepare_measures_one(
+    llama: PreTrainedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Run as printed (on fewer lengths): adaptive rounds then work, and rows say how many they were."""
-    method = PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25))
+    """As the line says, and once: adaptive rounds then work, and rows say how many they were."""
+    monkeypatch.setattr(profile, "HOST_LENGTHS", (32, 48, 64))
+    method, again = (PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25)) for _ in range(2))
     model = llama.float()
     try:
-        with pytest.raises(ValueError, match="max_iter=adaptive: no profile") as refused:
+        with pytest.raises(ValueError, match="max_iter=adaptive: no profile"):
             method.prepare(model, None, tmp_path)
-        command = str(refused.value).partition("make one with: python scripts/profile_schedule.py ")[2]
-        assert "--shape 4,2,16,64,96 --dtype float32 --device cpu --m 2 --b 3" in command and str(tmp_path) in command
-        path = profile_schedule.main([*command.split(), "--lengths", "32", "48", "64", "--rounds", "1"])
+        method.check_prepared(model.config, CPU, "float32", tmp_path)  # not refused before the weights are loaded
+        method.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
+        (path,) = (tmp_path / "schedule").iterdir()
         assert {"cost", "device", "geometry", "points"} == json.loads(path.read_text()).keys()
-        method.prepare(model, None, tmp_path)
         assert 3 <= method.rounds(100) <= 300
+        stamp = path.stat().st_mtime_ns
+        again.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
+        assert path.stat().st_mtime_ns == stamp and again.rounds(5000) == method.rounds(5000)
         result = generate(model, method, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
         assert result.extra["kmeans_max_iter"] == method.rounds(92) >= result.extra["kmeans_iterations"] >= 1
-        assert capsys.readouterr().out.rstrip().endswith(path.name)
         composed = TwoStage(
             budget=Budget(ratio=0.25),
             n_sink=8,
@@ -94,53 +94,3 @@ def test_workers_that_measure_at_once_use_one_profile(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(profile, "measure", slow)
     assert profile.make_profile(shape, CPU, tmp_path) == first
-
-
-@pytest.mark.rest
-def test_a_run_measures_the_profile_it_lacks(llama: PreTrainedModel, tmp_path: Path) -> None:
-    """Once: a second run reads what the first one measured."""
-    text, model = torch.tensor([tokens(32, 9)]), llama.float()
-    try:
-        method, again = (PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25)) for _ in range(2))
-        method.check_prepared(model.config, CPU, "float32", tmp_path)  # not refused before the weights are loaded
-        method.prepare(model, text, tmp_path)
-        (path,) = (tmp_path / "schedule").iterdir()
-        points = json.loads(path.read_text())["points"]
-        assert points["lengths"] == list(profile.HOST_LENGTHS) and min(points["compute_s"] + points["few_s"]) > 0
-        stamp = path.stat().st_mtime_ns
-        again.prepare(model, text, tmp_path)
-        assert path.stat().st_mtime_ns == stamp and again.rounds(5000) == method.rounds(5000) >= 3
-        result = generate(model, again, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
-        assert result.extra["kmeans_max_iter"] == method.rounds(92)
-    finally:
-        llama.double()
-
-
-@pytest.mark.parametrize(
-    ("argv", "message"),
-    [
-        (["--model", "mistral-7b-instruct"], "unknown geometry; did you mean mistral-7b-instruct-v0.2"),
-        (["--shape", "4,2,16"], "expected five integers"),
-        (["--shape", "4,3,16,64,96"], "KV heads the query heads"),
-        (["--model", "tiny", "--lengths", "128", "256"], "three or more lengths"),
-        (["--model", "tiny", "--lengths", "60", "256", "512"], "above 2\\^b=64"),
-    ],
-)
-def test_bad_arguments_end_in_one_line(argv: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as left:
-        profile_schedule.main(argv)
-    assert left.value.code == 2 and re.search(message, capsys.readouterr().err.splitlines()[-1])
-
-
-def test_times_that_contradict_each_other_are_named() -> None:
-    points = {
-        "lengths": [64, 128, 256], "compute_s": [0.3, 0.2, 0.4],
-        "keys": [64, 128, 256], "few_s": [0.1, 0.1, 0.1], "many_s": [0.09, 0.2, 0.3],
-    }  # fmt: skip
-    keys = points["keys"]
-    cost = fit_cost(keys, points["compute_s"], keys, points["few_s"], points["many_s"], 6)
-    first, second = profile_schedule.contradictions(points, cost)
-    assert first == "128 tokens were prefilled sooner than 64"
-    assert second.startswith("64 keys were clustered in 9 rounds sooner than in 3")
-    points.update(compute_s=[0.2, 0.3, 0.4], many_s=[0.2, 0.2, 0.3])
-    assert profile_schedule.contradictions(points, cost) == []
