@@ -1,18 +1,15 @@
-"""The CPU kernels of PQCache against scikit-learn, faiss and full attention, on the same data in the same run.
+"""The CPU kernels of PQCache's index against scikit-learn and faiss, on the same data in the same run.
 
-    python scripts/bench_kernels.py                                    # all parts, Mistral-7B's layer geometry, fp32
+    python scripts/bench_kernels.py                                    # both parts, Mistral-7B's layer geometry, fp32
     python scripts/bench_kernels.py --threads 2 --rounds 9 --json kernels.json
     python scripts/bench_kernels.py --parts kmeans --quick             # one part; small sizes, to see that it runs
-    python scripts/bench_kernels.py --parts dense --threads 2          # how fast dense attention reads the cache
 
 K-Means: one layer's 16 groups (8 KV heads x 2 sub-spaces), 5 rounds, the same init, against scikit-learn's Lloyd and faiss with
 every point used; beside them the matrix products alone. Scoring: all 32 query heads' top-k per KV head, against exact products
-+ group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Decode: one whole attention step
-of PQCache at a budget, index look-up, encoding and storing of the new token included, against attention over the full cache:
-torch's forms of it, and our own kernel, which Full uses. Dense: what these read per second, beside a matrix-vector product over
-as many bytes. Rounds are interleaved and medians compared, so that a busy machine slows all alike; a ratio is the median over
-the rounds of our time / the fastest peer's time in that round. Ratios that miss a bar of BARS are named at the end, and the
-exit status is 1 (not with --quick). Needs scikit-learn and faiss (the dev extra).
++ group softmax + top-k and against faiss IndexPQ (which ranks per query head, without groups). Rounds are interleaved and
+medians compared, so that a busy machine slows all alike; a ratio is the median over the rounds of our time / the fastest peer's
+time in that round. Ratios that miss a bar of BARS are named at the end, and the exit status is 1 (not with --quick). Needs
+scikit-learn and faiss (the dev extra). Decode steps and dense attention: scripts/bench_methods.py.
 """
 
 import argparse
@@ -33,35 +30,21 @@ from pqcache import kernels
 from pqcache.embedded import load_model, load_tokenizer, needle_pocket
 from pqcache.kernels.codes import top_tokens
 from pqcache.measure.machine import device_caption
-from pqcache.pq import PQCache, codebook
+from pqcache.pq import codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
-from pqcache.selective import Budget, SelectiveCache, attach
-from pqcache.store.resident import ResidentStore
+from pqcache.selective import SelectiveCache, attach
 from scripts.bench.arguments import refuse_below
-from scripts.bench.dense import TORCH, attentions, dtype_name
-from scripts.bench.layer import AttentionLayer, LayerSize
 from scripts.bench.rounds import median_ratio, timed_rounds
 
-# One layer of Mistral-7B; projections are not measured here.
-SIZE = LayerSize(h=32, h_kv=8, d=128, hidden=64)
-# Sub-spaces, bits and K-Means rounds of PQCache; sink tokens.
-M, B, ROUNDS, SINKS = 2, 6, 5, 32
+# Query heads, KV heads and head dimension of one layer of Mistral-7B.
+HEADS, KV_HEADS, DIM = 32, 8, 128
+# Sub-spaces, bits and K-Means rounds of PQCache.
+M, B, ROUNDS = 2, 6, 5
 # Tokens of each group that is clustered.
 GROUP_TOKENS = 32_640
-NATIVE = "native dense"
 
-# What ratios must reach: at most the number, but for rates at least.
-BARS = {
-    "kmeans_time_ratio": 0.4,
-    "kmeans_inertia_ratio": 1.005,
-    "score_time_ratio": 0.2,
-    "decode_ratio_32k": 0.4,
-    "decode_ratio_128k": 0.4,
-    "decode_native_32k": 0.55,
-    "decode_native_128k": 0.4,
-    "dense_read_rate": 0.7,
-    "dense_bfloat16_time": 0.65,
-}
+# What ratios must reach at most.
+BARS = {"kmeans_time_ratio": 0.4, "kmeans_inertia_ratio": 1.005, "score_time_ratio": 0.2}
 
 Calls = dict[str, Callable[[], Any]]
 
@@ -184,7 +167,7 @@ def faiss_index(keys: torch.Tensor) -> Any:
     """A faiss IndexPQ over the keys (candidates, d) of one head."""
     import faiss
 
-    index = faiss.IndexPQ(SIZE.d, M, B, faiss.METRIC_INNER_PRODUCT)
+    index = faiss.IndexPQ(DIM, M, B, faiss.METRIC_INNER_PRODUCT)
     index.train(keys[:4096].numpy())
     index.add(keys.numpy())
     return index
@@ -195,7 +178,7 @@ def bench_score(k: int, candidates: int, machine: MachineRates, rounds: int) -> 
     import faiss
 
     gen = torch.Generator().manual_seed(1)
-    h, h_kv, d, _ = SIZE
+    h, h_kv, d = HEADS, KV_HEADS, DIM
     keys = torch.randn(1, h_kv, candidates, d, generator=gen)
     q = torch.randn(1, h, 1, d, generator=gen)
     points = codebook.split(keys, M)
@@ -224,72 +207,13 @@ def bench_score(k: int, candidates: int, machine: MachineRates, rounds: int) -> 
     )
 
 
-def dense_calls(layer: AttentionLayer, s: int, dtype: torch.dtype) -> tuple[Calls, ResidentStore]:
-    """Name -> a call of each dense attention over s tokens of a layer, and the store that they read."""
-    store = ResidentStore()  # as Full holds them
-    store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
-    q, (k, v) = layer.queries(1).to(dtype), store.view()
-    return {name: lambda f=f: f(q, k, v, SIZE.d**-0.5) for name, f in attentions(q, k, v).items()}, store
-
-
-def bench_decode(s: int, budget: Budget, machine: MachineRates, rounds: int) -> tuple[float, float | None]:
-    """Ratio of one decode attention step of one layer over s random tokens: to torch's fastest, and to our dense kernel."""
-    layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
-    q, new_k, new_v = layer.queries(1), layer.keys(1, 3), layer.keys(1, 4)
-    cache, _ = layer.filled(PQCache(budget=budget, m=M, b=B, n_sink=SINKS), layer.keys(s, 0), layer.keys(s, 1), q)
-    peers, _ = dense_calls(layer, s, torch.float32)
-    times = timed_rounds({"PQCache": lambda: layer.decode_attention(cache, q, new_k, new_v), **peers}, rounds)
-    plan, row = cache.layers[0].plans[0], 2 * SIZE.h_kv * SIZE.d * 4
-    attended = SINKS + plan.local + plan.k + 1
-    notes = {name: machine.share(s * row, times[name], "copy") for name in peers}
-    notes["PQCache"] = machine.share(attended * row, times["PQCache"], "copy") + f", {attended} tokens"
-    ratio = show(f"Decode step, s = {s}, budget {budget}", times, "PQCache", list(TORCH), notes)
-    if NATIVE not in times:
-        return ratio, None
-    to_native = median_ratio(times["PQCache"], times[NATIVE])
-    print(f"  ratio to {NATIVE}: {to_native:.3f}")
-    return ratio, to_native
-
-
-def bench_dense(s: int, rounds: int) -> dict[str, float]:
-    """The native kernel's read rate over s tokens to torch.mv's, and its 16-bit times to its fp32 time; empty without it."""
-    layer = AttentionLayer.build(SIZE, torch.float32, torch.device("cpu"))
-    calls: Calls = {}
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        of_dtype, store = dense_calls(layer, s, dtype)
-        matrices = [buffer.data.view(-1, 2048) for buffer in (store.k, store.v) if buffer is not None]
-        vector = torch.ones(2048, dtype=dtype)
-        of_dtype["torch.mv"] = lambda matrices=matrices, vector=vector: [torch.mv(m, vector) for m in matrices]
-        calls |= {f"{name}, {dtype_name(dtype)}": call for name, call in of_dtype.items()}
-    times = timed_rounds(calls, rounds)
-    print(f"\nDense attention over {s} tokens, {SIZE.h} query heads, {SIZE.h_kv} KV heads of {SIZE.d}")
-    for label, each in times.items():
-        median, size = statistics.median(each), 4 if label.endswith("float32") else 2
-        print(f"  {label:<34} {1e3 * median:>10.2f} ms   {2 * s * SIZE.h_kv * SIZE.d * size / median / 1e9:6.1f} GB/s")
-    base = times.get(f"{NATIVE}, float32")
-    if base is None:
-        return {}
-    ratios = {"dense_read_rate": median_ratio(times["torch.mv, float32"], base)}
-    for name in ("bfloat16", "float16"):
-        if label := times.get(f"{NATIVE}, {name}"):
-            ratios[f"dense_{name}_time"] = median_ratio(label, base)
-    print("  " + ", ".join(f"{name} {value:.3f}" for name, value in ratios.items()))
-    return ratios
-
-
 def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]:
     """Print the tables of all parts; the worst ratio of each."""
     shrink = 32 if args.quick else 1
     worst: dict[str, float] = {}
 
-    def add(name: str, value: float | None) -> None:
-        if value is not None:
-            worst[name] = max(value, worst.get(name, 0.0))
-
-    def decode(s: int, budget: Budget, end: str = "") -> None:
-        ratio, to_native = bench_decode(s, budget, machine, args.rounds)
-        add(f"decode_ratio_{s // 1024}k{end}", ratio)
-        add(f"decode_native_{s // 1024}k{end}", to_native)
+    def add(name: str, value: float) -> None:
+        worst[name] = max(value, worst.get(name, 0.0))
 
     if "kmeans" in args.parts:
         tokens = GROUP_TOKENS // shrink
@@ -301,41 +225,30 @@ def measure(args: argparse.Namespace, machine: MachineRates) -> dict[str, float]
     if "score" in args.parts:
         for k, candidates in ((1632, 31_008), (3264, 29_376)):
             add("score_time_ratio", bench_score(k // shrink, candidates // shrink, machine, args.rounds))
-    if "decode" in args.parts:
-        for s in (length // shrink for length in args.lengths):
-            decode(s, Budget(ratio=0.1))
-            if s >= 2 * 2048:
-                decode(s, Budget(tokens=2048), "_2048")
-    if "dense" in args.parts:
-        worst |= bench_dense(32_768 // shrink, args.rounds)
     return worst
 
 
 def missed(figures: Mapping[str, float]) -> list[str]:
     """A line for each measured figure that misses its bar."""
-    lines = []
-    for name, bar in BARS.items():
-        each = {key: value for key, value in figures.items() if key in (name, f"{name}_2048")}
-        at_least = name.endswith("_rate")
-        for key, value in each.items():
-            if value < bar if at_least else value > bar:
-                lines.append(f"missed: {key} {value:.3f}, the bar is {'at least' if at_least else 'at most'} {bar}")
-    return lines
+    return [
+        f"missed: {name} {figures[name]:.3f}, the bar is at most {bar}"
+        for name, bar in BARS.items()
+        if figures.get(name, 0) > bar
+    ]
 
 
 @torch.no_grad()
 def main(argv: list[str] | None = None) -> int:
     """Run the parts; the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ["kmeans", "score", "decode", "dense"]
+    parts = ["kmeans", "score"]
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
     parser.add_argument("--threads", type=int, default=None, help="default: what torch chooses")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--lengths", type=int, nargs="+", default=[32_768, 65_536, 131_072], help="decode lengths")
     parser.add_argument("--quick", action="store_true", help="small sizes: shows that it runs, measures nothing")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args(argv)
-    refuse_below(parser, args, rounds=1, lengths=1)
+    refuse_below(parser, args, rounds=1)
     if args.threads:
         torch.set_num_threads(args.threads)
     if not kernels.usable():

@@ -21,30 +21,15 @@ Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Te
 Rounds = dict[str, list[dict[str, Any]]]
 
 
-def grouped_sdpa(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """torch's own kernel, a group's queries as the query tokens of one head: q (n, h, 1, d), k and v (n, h_kv, m, d)."""
-    return attend_one(q, k, v, scaling)
-
-
 def grouped_products(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Two matrix products and a softmax. Shapes as of `grouped_sdpa`."""
+    """Two matrix products and a softmax: q (n, h, 1, d), k and v (n, h_kv, m, d)."""
     packed = q.reshape(len(q), k.shape[1], -1, q.shape[3])  # a group's queries share one read of K and V
     return ((packed @ k.transpose(-1, -2)) * scaling).softmax(-1) @ v
 
 
 def native(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
-    """The CPU kernel. Shapes as of `grouped_sdpa`."""
+    """The CPU kernel, of the same."""
     return kernels.attend.attend_all(q, k, v, [k.shape[2]] * k.shape[0], scaling)
-
-
-def attentions(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> dict[str, Attention]:
-    """Name -> every dense attention that takes these tensors here."""
-    if not kernels.native(q, k, v):
-        return TORCH
-    return {"native dense": native, **TORCH} if kernels.attend.serves(q, k, v) else TORCH
-
-
-TORCH: dict[str, Attention] = {"grouped SDPA": grouped_sdpa, "grouped products": grouped_products}
 
 
 def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -58,7 +43,10 @@ def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], d
         store = ResidentStore()
         store.append(layer.keys(s, 0).to(dtype), layer.keys(s, 1).to(dtype))
         q = layer.queries(1).to(dtype)
-        for name, attention in attentions(q, *store.view()).items():
+        ways: dict[str, Attention] = {"grouped SDPA": attend_one, "grouped products": grouped_products}
+        if kernels.native(q, *store.view()) and kernels.attend.serves(q, *store.view()):
+            ways = {"native dense": native, **ways}
+        for name, attention in ways.items():
             calls[f"{name}, {dtype_name(dtype)}"] = _timed(layer, attention, q, store, steps)
     return calls
 

@@ -106,19 +106,16 @@ class AttentionLayer:
         cache.begin([s])
         return cache
 
-    def context(self, cache: SelectiveCache, step: Step) -> LayerContext:
-        """A context for calls of the layer that bypass the model; there are no hidden states in it."""
+    def prompt_context(self, cache: SelectiveCache, s: int, t: int) -> LayerContext:
+        """The context of a prompt's last block, t of its s tokens, for calls that bypass the model: without hidden states."""
         (module,) = modules = attention_modules(self.model)
-        nothing = torch.zeros(1, step.t, 1, device=self.device, dtype=self.dtype)
+        nothing = torch.zeros(1, t, 1, device=self.device, dtype=self.dtype)
         rotary: Any = self.model.get_decoder().rotary_emb
-        at = torch.arange(step.past[0], step.past[0] + step.t, device=self.device)[None]
+        at = torch.arange(s - t, s, device=self.device)[None]
+        step = Step(False, t, [s - t], [t], [s], ends_prompt=True, first=True)
         ctx = LayerContext(0, module, cache, nothing, *rotary(nothing, position_ids=at), at, modules, rotary, step)
         ctx.scaling = self.model.config.head_dim**-0.5
         return ctx
-
-    def prompt_context(self, cache: SelectiveCache, s: int, t: int) -> LayerContext:
-        """The context of a prompt's last block, t of its s tokens."""
-        return self.context(cache, Step(False, t, [s - t], [t], [s], ends_prompt=True, first=True))
 
     def filled(self, method: Method, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor) -> tuple[SelectiveCache, float]:
         """A cache that holds a prompt, and the seconds its index, eviction or packing took.
@@ -209,19 +206,6 @@ class AttentionLayer:
             "bytes_per_step": cache.ledger.bytes_per_step(),
             "resident_bytes": cache.resident_bytes(),
         }
-
-    def decode_attention(
-        self, cache: SelectiveCache, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
-    ) -> torch.Tensor:
-        """One decode step of the layer's attention alone, for a new token's q, k and v; (1, 1, h, d)."""
-        (layer,) = cache.layers
-        (past,) = cache.past
-        cache.ledger.decoding = True
-        ctx = self.context(cache, Step(True, 1, [past], [1], [past], ends_prompt=False, first=False))
-        out = layer.decode(q, k, v, ctx)
-        cache.ledger.end_step()
-        cache.past = [past + 1]
-        return out
 
     def prefill(self, method: Method, s: int) -> dict[str, float]:
         """A real prefill of s tokens in one block: seconds of the whole, and of the method's work at its end."""
