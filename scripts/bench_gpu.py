@@ -1,25 +1,23 @@
 """The kernels of kernels=auto beside torch and flash-attn, and the decode step of every method, on one GPU.
 
     scripts/bench_gpu.sh                                      # Mistral-7B's geometry, random fp16 weights, 32K tokens, budget 0.1
-    scripts/bench_gpu.sh --lengths 131072 --layers 16 --minutes 20 --methods full pqcache kivi
+    scripts/bench_gpu.sh --lengths 131072 --layers 16 --methods full pqcache kivi
     scripts/bench_gpu.sh --tiny --device cpu                  # shows that it runs; kernels by Triton's interpreter
 
 First each kernel on random numbers: its error against fp32, its time, what torch and (where it is installed) flash-attn take for
 the same, and the bandwidth it reaches. Then each method by name, with its defaults: TT2T, and the median decode step under
 kernels=torch, under kernels=auto launched from Python, and recorded as a CUDA graph; `same` is the share of equal tokens.
 
-A row is written to <out>/rows.jsonl as soon as it is measured (default results/gpu). What fails is a row too: measurements run in
-a process of their own, which is started again where a kernel has ended it, or has not ended within --limit seconds. What
---minutes left no time for has `left_out`. Exit code 1 if a result is wrong or a measurement failed.
+A row is written to <out>/rows.jsonl as soon as it is measured (default results/gpu). What fails is a row too. A device that
+answers no more ends the run: the same command again goes on with what has no row there. Exit code 1 if a result is wrong or a
+measurement failed.
 """
 
 import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
-import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -48,7 +46,6 @@ from pqcache.store.quantizer import pack_codes, unpack_codes
 from scripts.bench.arguments import refuse_below
 
 Row = dict[str, Any]
-LOST = 3  # exit code of a worker whose device answers no more
 NOT_ALONE = ("replay", "evict_retrieve")  # methods that need a recorded run, or have no default of their own
 GEOMETRY = "mistral-7b-instruct-v0.2"
 
@@ -207,63 +204,30 @@ def relative(a: torch.Tensor, b: torch.Tensor) -> float:
     return float((a.double() - b.double()).norm() / b.double().norm())
 
 
-# -- rows, and a worker that may die ------------------------------------------------------------------------------------
+# -- rows ---------------------------------------------------------------------------------------------------------------
 
 
 def read(file: Path) -> list[Row]:
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
-def write(file: Path, name: str, row: Row) -> None:
-    with file.open("a") as out:
-        out.write(json.dumps({"measurement": name, **row}) + "\n")
-
-
-def work(measurements: dict[str, Callable[[], Row]], file: Path, until: float, lost: Callable[[], bool]) -> int:
-    """Measure what has no row yet, until the clock; an exit code. lost: whether the device answers no more."""
+def work(measurements: dict[str, Callable[[], Row]], file: Path, lost: Callable[[], bool]) -> list[Row]:
+    """All rows, after measuring what has none yet. lost: whether the device answers no more, which ends it."""
     done = {row["measurement"] for row in read(file)}
     for name in [name for name in measurements if name not in done]:
-        if time.time() > until:
-            break
         try:
             row = measurements[name]()
         except ValueError as refused:  # NotApplicable and what a method says about its options
             row = {"not_applicable": str(refused)}
         except Exception as error:  # whatever it is: the others can still be measured
             row = {"failed": f"{type(error).__name__}: {error}"[:500], "traceback": traceback.format_exc()}
-        write(file, name, row)
+        with file.open("a") as out:
+            out.write(json.dumps({"measurement": name, **row}) + "\n")
         shown = {key: round(value, 3) if isinstance(value, float) else value for key, value in row.items()}
         print(f"{name:32}", "  ".join(f"{k} {v}" for k, v in shown.items() if k != "traceback"), flush=True)
         if "failed" in row and lost():
-            return LOST
-    return 0
-
-
-def supervise(command: list[str], names: list[str], file: Path, until: float, limit: float) -> None:
-    """Run workers until each of `names` has a row, or the clock is over. No measurement takes more than `limit` seconds."""
-    while left := [name for name in names if name not in {row["measurement"] for row in read(file)}]:
-        if time.time() >= until:
             break
-        rows, since, why = len(read(file)), time.time(), None
-        with (file.parent / "worker.log").open("w+") as log:
-            process = subprocess.Popen(command, stderr=log)
-            while process.poll() is None and why is None:
-                time.sleep(0.2)
-                if len(read(file)) > rows:
-                    rows, since = len(read(file)), time.time()
-                if time.time() >= until or time.time() - since > limit:
-                    why = "the time was over" if time.time() >= until else f"it took longer than {limit:g} s"
-                    process.kill()
-                    process.wait()
-            log.seek(0)
-            tail = log.read()[-4000:]
-        missing = [name for name in left if name not in {row["measurement"] for row in read(file)}]
-        if missing and (why or process.returncode not in (0, LOST) or missing == left):
-            failed = why or f"its process ended with code {process.returncode}"
-            write(file, missing[0], {"failed": failed, "traceback": tail})
-    for name in names:
-        if name not in {row["measurement"] for row in read(file)}:
-            write(file, name, {"left_out": "the time was over"})
+    return read(file)
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -277,10 +241,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--budget", default="0.1")
     parser.add_argument("--steps", type=int, help="decode steps; default 24")
     parser.add_argument("--methods", nargs="+", choices=names, default=names, metavar="METHOD", help="default all")
-    parser.add_argument("--minutes", type=float, default=20.0, help="the measurements are ended after this")
-    parser.add_argument("--limit", type=float, default=150.0, help="seconds after which one measurement is ended")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"))
-    parser.add_argument("--worker", type=float, help=argparse.SUPPRESS)  # measure until this clock
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device=cuda: no CUDA device here; --tiny --device cpu shows that the script runs")
@@ -298,25 +259,17 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    bench, file = Bench(args), args.out / "rows.jsonl"
-    measurements = bench.measurements()
-    if args.worker is not None:
 
-        def lost() -> bool:
-            try:
-                torch.cuda.synchronize() if args.device == "cuda" else None
-            except RuntimeError:
-                return True
-            return False
+    def lost() -> bool:
+        try:
+            torch.cuda.synchronize() if args.device == "cuda" else None
+        except RuntimeError:
+            return True
+        return False
 
-        return work(measurements, file, args.worker, lost)
     args.out.mkdir(parents=True, exist_ok=True)
-    if file.exists():
-        file.replace(args.out / "rows.before.jsonl")
-    until = time.time() + 60 * args.minutes
-    command = [sys.executable, str(Path(__file__).resolve()), *(sys.argv[1:] if argv is None else argv)]
-    supervise([*command, "--worker", str(until)], list(measurements), file, until, args.limit)
-    rows = read(file)
+    file = args.out / "rows.jsonl"
+    rows = work(Bench(args).measurements(), file, lost)
     bad = [row["measurement"] for row in rows if "failed" in row or row.get("ok") is False]
     print(f"{len(rows)} rows in {file}" + (f"; failed or wrong: {', '.join(bad)}" if bad else ""))
     return 1 if bad else 0
