@@ -1,14 +1,12 @@
-"""Free-running scores of a model: greedy answers with the full cache to generated samples and to a needle in prose."""
+"""Free-running scores of a model: greedy answers with the full cache to generated samples."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.embedded import long_chain, needle_pocket, pocket
-from pqcache.embedded.prompts import chat_length
 
 
 @torch.no_grad()
@@ -49,19 +47,3 @@ def chain_scores(
     samples = long_chain.make_samples(n, length, seed, tok)
     replies = answers(model, tok, [s["prompt"] for s in samples], length + 24, batch=n)
     return [long_chain.score(reply, sample) for reply, sample in zip(replies, samples, strict=True)]
-
-
-def prose_needle_scores(
-    model: PreTrainedModel, tok: PreTrainedTokenizerBase, folder: str, length: int, depths: int
-) -> list[float]:
-    """Keyword accuracy (0-100, one per depth 0..1) of the needle of `task=needle` in the .txt files of a folder."""
-    from pqcache.harness.tasks import TaskRequest, task_of
-    from pqcache.harness.tasks.needle import process_results
-
-    percent = [round(100 * i / max(depths - 1, 1)) for i in range(depths)]
-    task = task_of("needle", {"lengths": [length], "depths": percent, "haystack": folder})
-    count = partial(chat_length, tok)
-    request = TaskRequest(seed=0, limit=None, model_name="embedded", tokenizer=tok, count_tokens=count)
-    docs = [dict(doc) for doc in task.build(request).lm_eval_tasks[0]["custom_dataset"]()["test"]]
-    replies = answers(model, tok, [doc["prompt"] for doc in docs], 64)
-    return [100.0 * process_results({}, [reply])["accuracy"] for reply in replies]

@@ -8,8 +8,8 @@
     python scripts/embedded/train.py --recipe chain --minutes 45 --out pqcache/embedded/chain_weights
     python scripts/embedded/train.py --device cuda --minutes 20
 
-Needs torch and transformers (matplotlib for the picture of the learning curve, if it is installed). The last checkpoint is
-in `--work`; weights, tokenizer, learning curve and model card go to `--out`. `scripts/embedded/measure.py` measures them.
+Needs torch and transformers. The last checkpoint is in `--work`; weights, tokenizer, learning curve and training.json go to
+`--out`. A run of the harness measures them: `python run.py model=hf model.path=<out> method=full task=needle_pocket`.
 """
 
 import argparse
@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pqcache.atomic import replacing, write_text
 from pqcache.embedded import model_dir
-from scripts.embedded import card, curve, network, scores
+from scripts.embedded import curve, network, scores
 from scripts.embedded.chain_rows import ChainRows
 from scripts.embedded.recipes import RECIPES, TINY, Recipe, Stage
 from scripts.embedded.training_rows import RowMaker
@@ -142,18 +142,17 @@ class Training:
             self.export()
 
     def finish(self) -> None:
-        """Checkpoint, weights, facts and model card."""
+        """Checkpoint, weights and facts."""
         self.save()
         self.export()
         self.write_facts()
-        card.write_card(self.out)
 
     def export(self) -> None:
         """Write weights and tokenizer to `--out`."""
         export(self.model, self.tokenizer, self.out, own_tokenizer=self.recipe.rows != "chain")
 
     def write_facts(self) -> None:
-        """training.json: what the model card says about the training."""
+        """training.json: how the weights were trained."""
         args, progress = self.args, self.progress
         before = Path(args.init) / "training.json" if args.init else None
         first = json.loads(before.read_text()) if before is not None and before.exists() else None
@@ -227,7 +226,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints")
     parser.add_argument("--watch-every", type=float, default=5.0, help="minutes between free-running tests")
     parser.add_argument("--publish-over", type=float, default=None, help="export early once the first test beats this")
-    parser.add_argument("--note", action="append", default=[], help="a remark for the model card; may be repeated")
+    parser.add_argument("--note", action="append", default=[], help="a remark for training.json; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="a recipe of seconds, for tests")
     args = parser.parse_args(argv)
     if args.threads:
