@@ -17,8 +17,8 @@ import run
 from pqcache.harness.config.options import RayLaunch, Refused, SlurmLaunch
 from pqcache.harness.run.engines import ray_engine, slurm_engine
 from pqcache.harness.run.units import Failure, Job, Unit, UnitResult
-from scripts.same_rows import differences
 from tests.harness.cells import ONE_THREAD, REPO, Patch
+from tests.harness.same_rows import results
 
 UNITS = [Unit(("cell",), "task", first, first + 1) for first in range(4)]
 
@@ -261,7 +261,7 @@ def test_two_ray_workers_whose_driver_is_killed_and_then_one_of_them(tmp_path: P
     killer = threading.Thread(target=_kill_a_worker_once, args=[tmp_path / "ray", found], daemon=True)
     killer.start()
     assert run.main([*words, f"out={tmp_path / 'ray'}", *ray]) == 0
-    assert differences(tmp_path / "plain", tmp_path / "ray") == []
+    assert results(tmp_path / "plain") == results(tmp_path / "ray")
     rows = [json.loads(path.read_text()) for path in (tmp_path / "ray").glob("*/row.json")]
     assert len(rows) == 3
     for folder in {path.parent for path in (tmp_path / "ray").glob("*/row.json")}:

@@ -12,9 +12,9 @@ import run
 from pqcache.harness.config import environment
 from pqcache.harness.run.samples import claim
 from pqcache.harness.run.units import Job, Unit
-from scripts.same_rows import differences
 from tests.harness.cells import Capture, Command, Patch, rows
 from tests.harness.in_process import InProcess
+from tests.harness.same_rows import results
 
 SWEEP = ("-m", "method=full,oracle,pqcache,snapkv,zipcache,infllm", "budget=0.25", "limit=8")
 
@@ -40,7 +40,7 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     plain = rows(tmp_path / "plain")
     assert len(plain) == 6
     for other in ("sharded", "resumed"):
-        assert differences(tmp_path / "plain", tmp_path / other) == []
+        assert results(tmp_path / "plain") == results(tmp_path / other)
     sharded = rows(tmp_path / "sharded")
     assert all(row["timed_samples"] == 5 and row["timed_alone"] and row["tt2t_s"] for row in sharded.values())
     files = list((tmp_path / "sharded").glob("*/samples*.jsonl"))
