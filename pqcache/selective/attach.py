@@ -210,6 +210,8 @@ class Hooks:
             cache.open_forward()
         inputs: Any = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         inputs = args[0] if inputs is None and args else inputs
+        if isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and len(caches) == 1:
+            caches[0].note_tokens(inputs)
         if mask is None and inputs is not None and (padding := caches[0].padding_mask(inputs)) is not None:
             return args, {**kwargs, "attention_mask": padding}
         if kwargs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:

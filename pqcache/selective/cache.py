@@ -164,6 +164,13 @@ class SelectiveCache(Request):
         self.step = None
         self._open = True
 
+    def note_tokens(self, ids: torch.Tensor) -> None:
+        """A pass brings these tokens (n, t). Those of a prompt are kept, for methods that look at them, if `begin` had none."""
+        known = 0 if self.token_ids is None else self.token_ids.shape[1]
+        inside = self.columns == 0 or (self._target is not None and self.columns < self._target)
+        if inside and known == self.columns:
+            self.token_ids = ids if not known else torch.cat([self.token_ids, ids], 1)  # type: ignore[list-item]
+
     def padding_mask(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """(n, columns + t), for inputs (n, t, ...) without a mask: states would take padding for tokens. None: it has none."""
         if self.states is None or max(self.pads, default=0) <= self.columns:

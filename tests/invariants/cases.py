@@ -7,7 +7,7 @@ SETTINGS gives other options to those that need them, and a method's further set
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from pqcache.api.drive import SMALL as SMALLEST
 from pqcache.api.invariants import Subject
 from pqcache.registry import METHODS, method_class
-from pqcache.selective import Method
+from pqcache.selective import Method, NotApplicable
 from scripts import try_architectures
 
 SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
@@ -101,6 +101,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"n_sink": 4, "bits": 3, "tables": 9, "recent": 9, "store": "host"},
     ],
     "shadowkv": [{"chunk": 4, "rank": 24, "local_chunks": 1}],
+    "kvzip": [{"n_sink": 4, "chunk": 30}, {"protocol": "release"}],
     "turboquant": [{}, {"sketch": True, "residual": 5}],
     "coded_keys": [
         {"n_sink": 8, "store": "host"},
@@ -170,6 +171,11 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
 }
 
 
+@cache
+def config_of(architecture: str) -> PreTrainedConfig:
+    return ARCHITECTURES[architecture]().get_text_config(decoder=True)
+
+
 @dataclass(frozen=True)
 class Case(Subject):
     """One method under one setting: `make()` at a tight budget, `noop()` where it must equal dense attention."""
@@ -191,12 +197,13 @@ class Case(Subject):
         """The prompt itself is not attended to exactly, so its last logits are not the dense ones."""
         return self.name == "infllm" and not self.hyper.get("dense_prefill")
 
-    @property
-    def rotates(self) -> bool:
-        """It rotates keys or queries itself, which does not apply to latent attention."""
-        return (
-            self.name in ("infllm", "infinigen", "expected_attention", "shadowkv") or "rolling" in self.hyper.values()
-        )
+    def applies_to(self, architecture: str) -> bool:
+        """Whether the method takes models of this architecture: some rotate keys themselves, or cannot carry a model's sinks."""
+        try:
+            self.make().check_model(config_of(architecture))
+        except NotApplicable:
+            return False
+        return True
 
     @property
     def whole_chunks(self) -> bool:
@@ -225,6 +232,4 @@ def pairs(test: str, shift: int = 0) -> list[tuple[Case, str]]:
     names = list(ARCHITECTURES)
     start = zlib.crc32(test.encode()) + shift
     chosen = [(case, names[(start + i) % len(names)]) for i, case in enumerate(CASES)]
-    apart = {(case, name) for case, name in chosen if name == "gpt-oss" and getattr(case.cls, "ragged", False)}
-    apart |= {(case, name) for case, name in chosen if case.rotates and name not in ROTATED}
-    return [(case, "llama" if (case, name) in apart else name) for case, name in chosen]
+    return [(case, name if case.applies_to(name) else "llama") for case, name in chosen]
