@@ -60,6 +60,7 @@ METHODS: dict[str, str] = {
     "twilight": "baselines.combined.twilight:Twilight",
     "magicpig": "baselines.magicpig:MagicPIG",
     "shadowkv": "baselines.shadowkv:ShadowKV",
+    "kvzip": "baselines.kvzip:KVzip",
 }
 BUILT_IN = frozenset(METHODS)
 METHODS |= {one.name: one.value for one in entry_points(group="pqcache.methods") if one.name not in BUILT_IN}

@@ -71,7 +71,7 @@ def bound(
     """
     device, host, exact = cache_bytes(config, method, prompt_tokens, new_tokens, dtype)
     chunk = min(prefill_chunk or prompt_tokens, prompt_tokens)
-    if chunk < prompt_tokens:
+    if chunk < prompt_tokens or getattr(method, "waits", False):
         device = max(device, kept_bytes(config, prompt_tokens, dtype))
     weights = parameter_count(config) * getattr(torch, dtype).itemsize
     prefill = prefill_bytes(config, chunk, dtype, attn)
