@@ -27,7 +27,6 @@ from pqcache.harness.run.memory import group_limit
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog, _owner, claim
 from pqcache.harness.tasks import TaskRequest, definitions, humaneval, sources, task_of, xsum
-from pqcache.harness.tasks.definitions import is_written_in
 from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
 from pqcache.outside import read_json
@@ -176,7 +175,6 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a table": ("test.parquet", sources.read_rows),
     "prompts": ("prompts.csv", lambda path: read_prompts(str(path))),
     "a prompt": ("prompt.txt", lambda path: [row for row in read_prompts(str(path)) if len(row.prompt) > 9]),
-    "definitions": ("task.yaml", lambda path: is_written_in(path.parent, "some_task")),
 }
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import run
-from pqcache.harness.tasks import definitions, hub
+from pqcache.harness.tasks import hub
 from tests.harness.cells import REPO, Capture, Patch, error_of, refused
 
 WRONG = [
@@ -98,15 +98,6 @@ def test_the_hub_is_reachable_where_its_port_answers_or_a_proxy_stands_between(m
     assert hub.unreachable() == f"{place} cannot be reached (Connection refused)"
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     assert hub.unreachable() == ""
-
-
-@pytest.mark.rest
-def test_the_definitions_text_holds_every_name_that_lm_eval_knows() -> None:
-    from pqcache.harness.tasks.any_lm_eval import manager
-
-    known = set(manager(None).task_index)
-    assert known
-    assert known <= definitions.names()
 
 
 @pytest.mark.parametrize("group", ["method", "task"])

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
 from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, one_line, say_once, without_secrets
 from pqcache.harness.config.smoke import reduced
+from pqcache.harness.tasks import Task, task_of
 from pqcache.outside import lines, read_yaml
 
 CONFIG = "config.yaml"
@@ -40,24 +42,21 @@ class Cell(Checked):
     typed: tuple[str, ...] = ()  # what to type to run this cell alone
     older: Path | None = None  # the folder in which an older version of this project stored the same configuration
 
-    @property
-    def identity(self) -> Options:
-        """Every option that decides what is computed: top-level keys, and one dictionary for each group."""
-        return self.about.options
+    def __post_init__(self) -> None:
+        # every option that decides what is computed: top-level keys, and one dictionary for each group
+        self.identity: Options = self.about.options
+        self.changed, self.name = self.about.changed, self.about.name
+
+    @cached_property
+    def task(self) -> Task[Any]:
+        """Its task with its options."""
+        name, options = self.identity["task"]["name"], {**self.identity["task"], **self.unhashed["task"]}
+        return task_of(name, {key: value for key, value in options.items() if key != "name"})
 
     @property
     def spread(self) -> bool:
         """Whether the model's weights may be on several devices. A smoke run's small model never is."""
-        return self.unhashed.get("model", {}).get("device_map") is not None and not self.run.smoke
-
-    @property
-    def changed(self) -> Options:
-        """The identity's keys that are not at their default, groups with a dot."""
-        return self.about.changed
-
-    @property
-    def name(self) -> str:
-        return self.about.name
+        return self.unhashed["model"]["device_map"] is not None and not self.run.smoke
 
     @property
     def folder(self) -> Path:

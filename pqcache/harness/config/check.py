@@ -127,7 +127,7 @@ def read(composed: Composed) -> Draft:
     errors += wrong_run(run)
     errors += wrong_model(options["model"], names)
     errors += wrong_decode(decode, names["task"], run)
-    _check_task(draft)
+    _check_task(draft, errors)
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under any protocol
         draft.run = run = replace(run, dense_layers=None, protocol="aligned")
     if run.smoke is True and not errors:
@@ -150,8 +150,6 @@ def finish(draft: Draft) -> Checked:
         with _lines(errors, "", f"budget={show(draft.budget)}: "):
             budget = Budget.parse(draft.budget)
     _check_geometry(options["model"], names["model"], errors)
-    if is_of_lm_eval(names["task"]):
-        _check_task(draft, errors, slow=True)
     method, skip = _made(cls, options["method"], budget, run, errors)
     if method is not None and run.diagnostics == "trace" and not method.traceable:
         why = "is not determined by the tokens it selects; diagnostics=true measures it"
@@ -178,11 +176,6 @@ def finish(draft: Draft) -> Checked:
     amount = 1.0 if cls.ignores_budget else budget.tokens or budget.ratio or 0.0
     about = identify(_top_group(run, amount, method), groups, names)
     return Checked(about, run, draft.decode, method, skip or None, draft.launch, device, unhashed)
-
-
-def is_of_lm_eval(task: str) -> bool:
-    """Whether a task is one of lm-eval's own, `lm_eval:<name>`."""
-    return task.startswith(f"{LM_EVAL}:")
 
 
 # -- names, keys and types ---------------------------------------------------------------------------------------------
@@ -237,6 +230,8 @@ def _typed(
                 errors.append(f"{prefix}{key}: unknown key; {hint}")
             continue
         kind, default = allowed[key]
+        if type(value) is type(default) and value == default:
+            continue
         try:
             values[key] = coerce(value, kind)
         except TypeError as expected:
@@ -280,22 +275,14 @@ def _check_geometry(options: Options, name: str, errors: list[str]) -> None:
         geometry(text)
 
 
-def _check_task(draft: Draft, errors: list[str] | None = None, *, slow: bool = False) -> None:
-    """`task.*`: each option by itself, then all together.
-
-    slow: ask lm-eval itself for a name of its own, which takes ten seconds, and not the text of its definitions.
-    """
-    errors = draft.errors if errors is None else errors
+def _check_task(draft: Draft, errors: list[str]) -> None:
+    """`task.*`: each option by itself, then all together."""
     name, typed = draft.names["task"], draft.options["task"]
     accepted = {k: v for k, v in typed.items() if not _has(errors, f"task.{k}")}
     errors += _value_errors(tasks.task_class(name).Options, accepted, draft.base["task"])
     if not any(line.startswith("task.") for line in errors):
         with _lines(errors):
-            task = tasks.task_of(name, accepted)
-            if name.startswith(tasks.PREFIX) and not slow:
-                task.check_name()  # type: ignore[attr-defined]
-            else:
-                task.check()
+            tasks.task_of(name, accepted).check()
 
 
 # -- the method --------------------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import re
 import sys
 import types
 import typing
+from collections.abc import Container
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -63,6 +64,11 @@ def fits(value: Any, kind: Any) -> bool:
     if kind is float:
         return isinstance(value, int | float) and abs(value) <= sys.float_info.max
     return isinstance(value, kind)
+
+
+def misfit(values: dict[str, Any], kinds: dict[str, Any], nullable: Container[str] = ()) -> str | None:
+    """The first key of a record that was read whose value is not of its type; None if all are. nullable: may be null, too."""
+    return next((k for k, v in values.items() if not (v is None and k in nullable or fits(v, kinds.get(k, Any)))), None)
 
 
 def show(value: Any) -> str:

@@ -16,7 +16,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
 from pqcache.harness.launch.bound import Memory, words
 from pqcache.harness.report.sample_lines import read_all
-from pqcache.harness.run.session import Session, task_of_cell
+from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
 
 Prices = dict[tuple[str, ...], list[float]]  # (model, task, method) -> seconds of each sample
@@ -112,7 +112,7 @@ def make(plan: RunPlan, session: Session) -> Plan:
 
 def _documents(cell: Cell, session: Session) -> Documents:
     """How many documents there are, and how long the longest is. One prompt is tokenized: that with the most characters."""
-    task, limit = task_of_cell(cell), cell.run.limit
+    task, limit = cell.task, cell.run.limit
     told = task.longest(limit=limit, model_name=cell.identity["model"]["name"])
     if task.name == "latency":
         return Documents({"latency": task.options.rounds}, (told.prompt, told.answer))

@@ -20,7 +20,7 @@ from pqcache.harness.config.options import (
     ModelOptions,
     Percent,
     Refused,
-    fits,
+    misfit,
     one_line,
     say_once,
 )  # fmt: skip
@@ -382,9 +382,8 @@ def damage(value: Any) -> str | None:
     kinds = _kinds(Row)
     if missing := [key for key in kinds if key not in value]:
         return f"lacks {', '.join(missing[:5])}"
-    for key, kind in kinds.items():
-        if not (value[key] is None and key not in NEEDED or fits(value[key], kind)):
-            return f"{key} is {one_line(value[key])[:60]}"
+    if (key := misfit(value, kinds, kinds.keys() - NEEDED)) is not None:
+        return f"{key} is {one_line(value[key])[:60]}"
     # the metrics of lm-eval's tasks may have another range
     least, most = (-math.inf, math.inf) if value["task"].startswith("lm_eval:") else (0, 100 + ROUNDING)
     if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):

@@ -10,7 +10,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
-from pqcache.harness.config.options import Amount, Count, fits, one_line, say_once
+from pqcache.harness.config.options import Amount, Count, misfit, one_line, say_once
 from pqcache.outside import lines, parse_json
 
 Key = tuple[str, int, str]  # task, document, fingerprint
@@ -132,8 +132,8 @@ def _read(line: bytes) -> Sample | None:
         return None
     if not isinstance(value, dict):
         return None
-    marks = SampleMarks.__annotations__
-    if not all(fits(value[key], kind) if key in value else key in marks for key, kind in _kinds().items()):
+    kinds = _kinds()
+    if (kinds.keys() - SampleMarks.__annotations__.keys()) - value.keys() or misfit(value, kinds) is not None:
         return None
     sample = cast(Sample, value)
     return sample if _agrees(sample) else None
@@ -143,13 +143,14 @@ def _agrees(sample: Sample) -> bool:
     """Whether times, tokens and bytes of a sample can be those of one generation."""
     tokens = sample["prompt_tokens"] + sample["new_tokens"]
     first, second = sample["prefill_s"], sample["tt2t_s"]
-    counted = [value for name, value in sample["extra"].items() if name.endswith(COUNTED)]
+    extra = sample["extra"].items()
+    counted = {name: value for name, value in extra if name.endswith(COUNTED) and isinstance(value, int | float)}
     return (
         (first is None or second is None or first <= second)
         and len(sample["step_s"]) <= tokens
         and (sample["attended_tokens"] or 0) <= tokens
         and all(size <= sample["peak_bytes"].get(tier, 0) for tier, size in sample["resident_bytes"].items())
-        and all(fits(value, Amount) for value in counted if isinstance(value, int | float))
+        and misfit(counted, dict.fromkeys(counted, Amount)) is None
     )
 
 

@@ -21,7 +21,7 @@ from pqcache.harness.run.prompts import TooLong
 from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog
-from pqcache.harness.run.session import Session, set_seed, task_of_cell
+from pqcache.harness.run.session import Session, set_seed
 from pqcache.harness.tasks import Figure, TaskSpec
 from pqcache.selective import NotApplicable
 
@@ -78,7 +78,7 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
         recorder=recorder,
         computes=session.weights,
         tasks=tasks["tasks"],
-        max_new_tokens=task_of_cell(cell).max_new_tokens,
+        max_new_tokens=cell.task.max_new_tokens,
         tokens=spec.tokens,
         known=session.known_prompts(cell),
         decode=cell.decode,
@@ -162,7 +162,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
     old = read_row(path)
     if old is not None and old["n_samples"] > row["n_samples"] and _is_of(old, row, lm.log):
         return replace(_ended(row, failed), kept=True)
-    _draw(task_of_cell(cell).figures, answers, cell.folder, cell.label)
+    _draw(cell.task.figures, answers, cell.folder, cell.label)
     if old is not None and not computed and _same(old, row, [*OF_THE_CELL, *OF_THE_SAMPLES]):
         return replace(_ended(old, failed), loaded=True)  # the row stays as it is
     if old is not None and old["n_samples"] > row["n_samples"]:

@@ -13,7 +13,7 @@ from pqcache.harness.config.options import LocalLaunch, Refused, one_line
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.prompts import Reader, TooLong
-from pqcache.harness.run.session import Session, model_key, task_of_cell
+from pqcache.harness.run.session import Session, model_key
 from pqcache.selective import NotApplicable
 from pqcache.selective.shape import served
 
@@ -33,7 +33,7 @@ def check_data(plan: RunPlan) -> None:
         key = json.dumps([cell.identity["task"], cell.run.limit, cell.decode.temperature], sort_keys=True)
         if key not in errors and cell.skip is None:
             errors[key] = []
-            task = task_of_cell(cell)
+            task = cell.task
             try:
                 task.prepare(limit=cell.run.limit)
                 if cell.decode.drawn:
@@ -48,7 +48,7 @@ def check_prompts(plan: RunPlan, session: Session) -> None:
     """Refuse prompts that are too long for their model, of tasks that leave none out."""
     errors: dict[str, list[str]] = {}
     for cell in plan.cells:
-        task, key = task_of_cell(cell), json.dumps([model_key(cell), cell.identity["task"], cell.run.limit])
+        task, key = cell.task, json.dumps([model_key(cell), cell.identity["task"], cell.run.limit])
         if key in errors or task.leaves_out or cell.skip is not None or model_key(cell) in session.unloadable:
             continue
         errors[key] = []
@@ -103,7 +103,7 @@ def _config(cell: Cell) -> Any:
     if options["path"]:
         models.check_supported(options["path"], config)
     if options["path"] and not cell.run.smoke:
-        permitted = bool(cell.unhashed.get("model", {}).get("allow_pickle"))
+        permitted = bool(cell.unhashed["model"].get("allow_pickle"))
         model_files.check_format(models.local_or_hub(options), allow_pickle=permitted)
     if options.get("thinking") is not None:
         models.text_side(name, options)  # whether the chat template knows it
@@ -112,7 +112,7 @@ def _config(cell: Cell) -> Any:
 
 def _missing_devices(cell: Cell) -> list[str]:
     """One line for each device that the cell names and this machine lacks."""
-    parts = cell.unhashed.get("model", {}).get("device_map")
+    parts = cell.unhashed["model"].get("device_map")
     named = [(cell.device, "model.device")]
     if cell.spread and isinstance(parts, dict):
         named = [(f"cuda:{at}" if isinstance(at, int) else at, "model.device_map") for at in parts.values()]
@@ -145,7 +145,7 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     max_length = models.longest(text, cell.identity["model"])
     if cell.run.smoke or max_length is None:  # a smoke run's prompts and answers are cut to what fits
         return lines
-    longest = task_of_cell(cell).longest(limit=cell.run.limit, model_name=name)
+    longest = cell.task.longest(limit=cell.run.limit, model_name=name)
     if longest.prompt + longest.answer > max_length:
         lines.append(
             f"{longest.option}: with {longest.answer} new tokens more than the {max_length} tokens {name} was made for"

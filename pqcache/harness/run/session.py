@@ -19,19 +19,13 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
-from pqcache.harness.tasks import Task, TaskRequest, TaskSpec, task_of
+from pqcache.harness.tasks import TaskRequest, TaskSpec
 
 
 def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
-    given = {name: value for name, value in cell.unhashed.get("model", {}).items() if value}
+    given = {name: value for name, value in cell.unhashed["model"].items() if value}
     return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, given], sort_keys=True)
-
-
-def task_of_cell(cell: Cell) -> Task[Any]:
-    """The cell's task with its options."""
-    options = {k: v for k, v in cell.identity["task"].items() if k != "name"} | cell.unhashed.get("task", {})
-    return task_of(cell.identity["task"]["name"], options)
 
 
 def _tokens_of(cell: Cell) -> str:
@@ -137,10 +131,9 @@ class Session:
                 tokenizer=loaded.tokenizer,
                 count_tokens=loaded.count,
             )
-            task = task_of_cell(cell)
-            spec, loaded_tasks = task.load(request)
+            spec, loaded_tasks = cell.task.load(request)
             if spec.note is not None:
-                print(f"{task.name}: {spec.note}", flush=True)
+                print(f"{cell.task.name}: {spec.note}", flush=True)
             for lm_eval_task in loaded_tasks["tasks"].values():
                 if lm_eval_task.get_config("num_fewshot") is None:
                     lm_eval_task.set_config(key="num_fewshot", value=0)
@@ -216,7 +209,7 @@ class _Outline:
 
 
 def _load(cell: Cell) -> LoadedModel:
-    options = {**cell.identity["model"], **cell.unhashed.get("model", {}), "device": cell.device}
+    options = {**cell.identity["model"], **cell.unhashed["model"], "device": cell.device}
     options["cache_dir"] = cell.run.cache_dir
     load = smoke_models.load if cell.run.smoke else models.load
     return load(options.pop("name"), options)

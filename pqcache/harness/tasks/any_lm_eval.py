@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 
 PREFIX = "lm_eval:"  # of these tasks' names, as in the table of tasks
 SHUFFLE = 0  # seeds what a definition shuffles
+CLOSE = 60  # names that are compared with a mistyped one with care
 
 
 @dataclass(kw_only=True)
@@ -103,28 +104,15 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         return manager(str(folder))
 
     def check(self) -> None:
-        """Refuse a name that lm-eval does not know."""
+        """Refuse a name that lm-eval does not know. It has thousands, too many to list, or to compare with care."""
+        from rapidfuzz import fuzz, process
+
         known = self._manager().task_index
         if self.target not in known:
-            raise ValueError(self._unknown(set(known)))
-
-    def check_name(self) -> None:
-        """Refuse a name that is in none of the definitions, without importing lm-eval."""
-        known = definitions.names()
-        if not known or self.target in known:
-            return
-        if self.options.include is not None:
-            folder = Path(self.options.include).expanduser()
-            if definitions.is_written_in(folder, self.target):
-                return
-            known |= definitions.names(folder)
-        raise ValueError(self._unknown(known))
-
-    def _unknown(self, known: set[str]) -> str:
-        """The line of a name that is not known. lm-eval has thousands of names, too many to list or to compare."""
-        hint = suggestion(self.target, definitions.closest_names(self.target, known))
-        hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
-        return f"task.name={self.target}: lm-eval has no such task; {hint}"
+            close = process.extract(self.target, sorted(known), scorer=fuzz.ratio, limit=CLOSE)
+            hint = suggestion(self.target, [name for name, *_ in close])
+            hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
+            raise ValueError(f"task.name={self.target}: lm-eval has no such task; {hint}")
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         return Longest(f"task.name={self.target}", 0, 0)

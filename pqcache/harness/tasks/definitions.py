@@ -1,81 +1,18 @@
-"""The text of lm-eval's task definitions (YAML): the names in it, and what in a stranger's definitions runs code.
+"""What in a stranger's task definitions (YAML, as lm-eval reads them) runs code."""
 
-A mistyped name is refused at once so: lm-eval itself takes ten seconds and more to be imported and to parse its 14,000 files.
-"""
-
-import importlib.util
-import os
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from pqcache.outside import LARGEST_YAML, open_regular, read_text, within
+from pqcache.outside import LARGEST_YAML, read_text, within
 
-# A definition's name, or a list of its tags. Definitions include files without a suffix, whose tags they share.
-NAMED = re.compile(rb"""^["']?(?:task|group|tag)["']?[ \t]*:[ \t]*([^\n]*)((?:\n[ \t]*-[ \t][^\n]*)*)""", re.MULTILINE)
-WORD = re.compile(rb"""[^\s,\[\]"'#-][^\s,\[\]"'#]*""")
 TEMPLATE_S = 10.0  # seconds in which a template is rendered
-CLOSE = 60  # names that are compared with care
 
 PLAIN = "tag:yaml.org,2002:"  # YAML's own tags; `!!python/...` has the same beginning
 KINDS = "map seq str int float bool null timestamp binary merge value set omap pairs".split()
 IGNORED = {"__pycache__", ".ipynb_checkpoints"}  # folders that lm-eval does not read
-
-
-# -- names -------------------------------------------------------------------------------------------------------------
-
-
-def names(folder: Path | None = None) -> set[str]:
-    """The names in a folder of definitions, and a few words that are none. None: all that lm-eval knows.
-
-    Empty where lm-eval keeps its definitions elsewhere.
-    """
-    if folder is None:
-        spec = importlib.util.find_spec("lm_eval")
-        if spec is None or spec.origin is None:
-            return set()
-        folder = Path(spec.origin).parent / "tasks"
-    words: set[bytes] = set()
-    for text in _texts(folder):
-        for one, more in NAMED.findall(text):
-            words.update(WORD.findall(one.partition(b" #")[0]), WORD.findall(more))
-    return {name.decode(errors="replace") for name in words}
-
-
-def closest_names(wrong: str, known: set[str]) -> list[str]:
-    """The names that are closest to a mistyped one, of thousands."""
-    from rapidfuzz.fuzz import ratio
-    from rapidfuzz.process import extract
-
-    return [name for name, *_ in extract(wrong, sorted(known), scorer=ratio, limit=CLOSE)]
-
-
-def is_written_in(folder: Path, name: str) -> bool:
-    """Whether a definition in a folder holds the name, as a name or in any other way."""
-    return any(name.encode() in text for text in _texts(folder))
-
-
-def _texts(folder: Path | str) -> Iterator[bytes]:
-    """The text of every definition in a folder, and of every file that one may include."""
-    try:
-        entries = list(os.scandir(folder))
-    except OSError:
-        return
-    for entry in entries:
-        if entry.is_dir():
-            yield from _texts(entry.path)
-        elif entry.name.endswith(".yaml") or "." not in entry.name:
-            try:
-                with open_regular(entry.path, LARGEST_YAML) as file:
-                    yield file.read()
-            except OSError:
-                continue
-
-
-# -- code --------------------------------------------------------------------------------------------------------------
 
 
 def refuse_code(folder: Path) -> None:
