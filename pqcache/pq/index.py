@@ -284,8 +284,7 @@ class PQIndex(Index):
         assert self.centroids is not None and self.codes is not None
         self.far.start(self.centroids, self.codes)
 
-    def on_layer_input(self, ctx: LayerContext) -> None:
-        self.on_previous_input(ctx)
+    on_layer_input = on_previous_input
 
     def end_step(self) -> None:
         if self.far is not None:

@@ -292,13 +292,13 @@ class SelectiveCache(Request):
         self.ledger.end_step(fmean(self.past))
 
     def enter_layer(self, ctx: LayerContext) -> None:
-        """The attention module of this context is about to run: its layer and the next one may start what they need."""
+        """The attention module of this context is about to run: its layer's index and the next one's may start what they need."""
         self.bound = ctx.layer_idx
         layer, following = self.layers[ctx.layer_idx], self._following.get(ctx.layer_idx)
-        if layer.substitute is None:  # a substitute starts nothing early
-            layer.on_layer_input(ctx)
-        if following is not None and following.substitute is None:
-            following.on_previous_input(ctx)
+        if layer.index is not None and layer.substitute is None:  # a substitute starts nothing early
+            layer.index.on_layer_input(ctx)
+        if following is not None and following.index is not None and following.substitute is None:
+            following.index.on_previous_input(ctx)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

@@ -139,6 +139,7 @@ class SelectiveLayer(CacheLayerMixin):
     attends_all = False  # whether decode attends every token seen, exactly or not: dense layers, quantization
     # does this layer's decode steps, until anything else changes what it holds; see SelectiveCache.use_substitutes
     substitute: Substitute | None = None
+    index: Any = None  # of the family that retrieves: selective.index.Index, which may start its work a layer ahead
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__()
@@ -176,12 +177,6 @@ class SelectiveLayer(CacheLayerMixin):
 
     def check_step(self, step: Step) -> None:
         """Called before any layer has seen a forward pass: raise ValueError if the pass cannot be computed correctly."""
-
-    def on_layer_input(self, ctx: LayerContext) -> None:
-        """Called before this layer's projections run: the place to start a prefetch."""
-
-    def on_previous_input(self, ctx: LayerContext) -> None:
-        """Called before the previous layer's projections run, with that layer's context: the place to speculate a layer ahead."""
 
     def wait(self) -> None:
         """Wait for everything that runs beside the model (copies, index builds: `cache.lanes`)."""

@@ -376,12 +376,6 @@ class RetrievalLayer(StagedLayer):
 
     # -- the rest of a layer ------------------------------------------------------------------------------------------
 
-    def on_layer_input(self, ctx: LayerContext) -> None:
-        self.index.on_layer_input(ctx)
-
-    def on_previous_input(self, ctx: LayerContext) -> None:
-        self.index.on_previous_input(ctx)
-
     def wait(self) -> None:
         super().wait()
         self.index.wait()

@@ -166,7 +166,8 @@ class AttentionLayer:
             hidden, (cos, sin) = kwargs["hidden_states"], kwargs["position_embeddings"]
             assert cache.step is not None
             ctx = LayerContext(0, module, cache, hidden, cos, sin, None, [module], module, cache.step)
-            timed(layer.on_previous_input, ctx)
+            if layer.index is not None:
+                timed(layer.index.on_previous_input, ctx)
 
         layer.attend = lambda *args: timed(attend, *args)  # type: ignore[method-assign]
         hook = module.register_forward_pre_hook(speculate, with_kwargs=True)
