@@ -367,13 +367,11 @@ class SelectiveCache(Request):
         `resident_bytes` is what was allocated, which at short prompts depends on that step; this is what a method needs.
         """
         content = self.resident_bytes()
-        buffers = {id(buffer): (layer, buffer) for layer in self.served for buffer in _buffers(layer) if buffer.slack}
-        for layer, buffer in buffers.values():
-            place = buffer.data.untyped_storage().data_ptr()
-            for tier, tensors in _kept(layer).items():
-                if any(x.untyped_storage().data_ptr() == place for x in tensors):
-                    content[tier] -= buffer.slack
-                    break
+        kept = joined(*map(_kept, self.served))
+        tiers = {x.untyped_storage().data_ptr(): tier for tier, tensors in kept.items() for x in tensors}
+        for buffer in {id(buffer): buffer for layer in self.served for buffer in _buffers(layer)}.values():
+            if (tier := tiers.get(buffer.data.untyped_storage().data_ptr())) is not None:
+                content[tier] -= buffer.slack
         return content
 
 

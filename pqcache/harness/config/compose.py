@@ -208,7 +208,7 @@ def _composed(
     if weights and hydra["choices"]["model"] == "embedded" and "model" not in map(_key, overrides):
         hydra, config = compose_once([*overrides, f"model={weights}"])  # trained for this task
     choices = hydra["choices"]
-    files = {group: _file(config_dir, group, choices[group]) for group in ALONE}
+    files = {group: file_of(config_dir, group, choices[group]) for group in ALONE}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     named = {_key(text) for text in overrides}
     if experiment := choices.get(EXPERIMENT):
@@ -221,7 +221,7 @@ def _read(path: Path, changed: int) -> dict[str, Any]:
     return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
 
 
-def _file(config_dir: Path, group: str, name: str) -> dict[str, Any]:
+def file_of(config_dir: Path, group: str, name: str) -> dict[str, Any]:
     """What a file of configs/ sets, or what is without one."""
     path = config_dir / group / f"{name}.yaml"
     if path.exists():

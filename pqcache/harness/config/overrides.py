@@ -1,7 +1,6 @@
 """What was typed: flags, and overrides in Hydra's grammar, each checked by its key and value before anything is composed."""
 
 import argparse
-import fnmatch
 import itertools
 import json
 import math
@@ -202,9 +201,7 @@ def _values(override: Override, config_dir: Path) -> list[Any]:
     if isinstance(value, RangeSweep):
         return list(value.range())
     if isinstance(value, Glob):
-        names = options_of(override.key_or_group, config_dir)
-        hit = [n for n in names if any(fnmatch.fnmatch(n, g) for g in value.include)]
-        return [n for n in hit if not any(fnmatch.fnmatch(n, g) for g in value.exclude)]
+        return value.filter(options_of(override.key_or_group, config_dir))
     return [value]
 
 

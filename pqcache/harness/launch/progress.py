@@ -69,7 +69,12 @@ class Total:
         self._left = {one.cell.name: one.missing for one in found.cells}
         self._start = self._last = self.clock()
         if self._missing and self.stream.isatty():
-            self._open_bar(below=isinstance(plan.launch, LocalLaunch))
+            # below that of a cell, if one runs here; what is printed meanwhile stands above both
+            position = int(isinstance(plan.launch, LocalLaunch))
+            self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=position, bar_format=BAR)
+            self._stack.callback(self._bar.close)
+            if sys.stdout.isatty():
+                self._stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout)))
 
     def sample(
         self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
@@ -136,13 +141,6 @@ class Total:
         begin, done = (since, self._passed - weight) if len(self._seen) > 1 else (self._start, self._passed)
         left = sum(self._weight[cell] * count for cell, count in self._left.items())
         return (self.clock() - begin) * left / done if done > 0 else None
-
-    def _open_bar(self, below: bool) -> None:
-        """The bar; below: under that of a cell. What is printed meanwhile stands above both."""
-        self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=1 if below else 0, bar_format=BAR)
-        self._stack.callback(self._bar.close)
-        if sys.stdout.isatty():
-            self._stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout)))
 
 
 class _Above(io.TextIOBase):

@@ -22,6 +22,7 @@ import yaml
 from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
+from pqcache.harness.config.compose import file_of
 from pqcache.harness.config.experiments import experiments as found
 from pqcache.harness.config.options import (
     COMMON,
@@ -36,7 +37,7 @@ from pqcache.harness.config.options import (
     one_line,
     show,
 )
-from pqcache.harness.config.overrides import options_of, part, without_file
+from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import TASKS, task_class
 from pqcache.naming import closest, suggestion
 from pqcache.registry import BUILT_IN, METHODS, NotLoaded, is_known, method_class
@@ -210,7 +211,7 @@ def _about_model(name: str) -> str:
         return "the small trained model inside the package; nothing is downloaded"
     if name in WEIGHTS:
         return "the same with weights of their own for task=long_chain, which takes them where no model is typed"
-    return "; ".join(filter(None, [_file("model", name).get("path"), " ".join(_head("model", name))]))
+    return "; ".join(filter(None, [file_of(places.CONFIGS, "model", name).get("path"), " ".join(_head("model", name))]))
 
 
 @cache
@@ -230,19 +231,9 @@ def docstrings(method: str) -> tuple[str, str]:
     return "", ""
 
 
-def _path(group: str, name: str) -> Path:
-    return places.CONFIGS / group / f"{name}.yaml"
-
-
-def _file(group: str, name: str) -> dict[str, Any]:
-    if name in without_file(group):
-        return part(group, name)
-    return yaml.safe_load(_path(group, name).read_text(encoding="utf-8")) or {}
-
-
 def _head(group: str, name: str) -> list[str]:
     """The comment lines at the top of a file of configs/."""
-    text = re.match(r"(#.*\n)*", _path(group, name).read_text(encoding="utf-8"))
+    text = re.match(r"(#.*\n)*", (places.CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
     return [line.lstrip("# ") for line in text[0].splitlines()] if text else []
 
 
@@ -306,7 +297,11 @@ def keys_of(group: str) -> dict[str, Iterable[str]]:
     """Method, task or launch -> its options, by name alone. The model's are all models', those of decode everyone's."""
     if group == "method":
         # of methods from outside, which would be imported, explain=<name> says the options
-        return {name: [key for key in _file("method", name) if key != "name"] for name in METHODS if name in BUILT_IN}
+        return {
+            name: [key for key in file_of(places.CONFIGS, "method", name) if key != "name"]
+            for name in METHODS
+            if name in BUILT_IN
+        }
     return {name: option_fields(cls) for name, cls in _classes(group).items()}
 
 
@@ -408,7 +403,7 @@ def _unknown(asked: str) -> NoReturn:
     for group in NODES:
         every += [f"{group}.{key}" for keys in keys_of(group).values() for key in keys]
         every += options_of(group, places.CONFIGS)
-    every += [*every_term(), *rows.Row.__annotations__, *rows.Diagnostics.__annotations__]
+    every += [*terms(), *rows.Row.__annotations__, *rows.Diagnostics.__annotations__]
     if (close := closest(asked, every)) is None:
         tails = {name.rpartition(".")[2]: name for name in every}
         close = tails.get(closest(asked.rpartition(".")[2], tails) or "")
@@ -420,9 +415,10 @@ def _unknown(asked: str) -> NoReturn:
 
 
 @cache
-def terms() -> dict[str, str]:
-    """Names of one thing, the usual one first, with | between them -> what it is."""
-    return yaml.safe_load(Path(__file__).with_name("terms.yaml").read_text(encoding="utf-8"))
+def terms() -> dict[str, tuple[str, str]]:
+    """Each name of a term -> (the usual name, what it is)."""
+    listed = yaml.safe_load(Path(__file__).with_name("terms.yaml").read_text(encoding="utf-8"))
+    return {name: (key.split(" | ")[0], what) for key, what in listed.items() for name in key.split(" | ")}
 
 
 def folded_name(text: str) -> str:
@@ -433,14 +429,7 @@ def folded_name(text: str) -> str:
 
 def find_term(asked: str) -> tuple[str, str] | None:
     """(the usual name, the meaning) of a term; None if it is none."""
-    wanted = folded_name(asked)
-    for key, meaning in terms().items():
-        names = key.split(" | ")
-        if any(folded_name(name) == wanted for name in names):
-            return names[0] if len(names[0]) > 2 else asked, meaning
+    for name, (usual, meaning) in terms().items():
+        if folded_name(name) == folded_name(asked):
+            return usual if len(usual) > 2 else asked, meaning
     return None
-
-
-def every_term() -> list[str]:
-    """All names, for a suggestion."""
-    return [name for key in terms() for name in key.split(" | ")]

@@ -182,7 +182,7 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Set what the options say, and what is ours in the way a task is scored and read."""
         scoring, process = task.get_config("process_results"), task.get_config("process_docs")
         tokens, shots = self.options.answer_tokens, self.options.num_fewshot
-        if (functions := math_process.process_of(scoring)) is not None:
+        if isinstance(functions := getattr(scoring, "functions", None), math_process.Functions):
             own = math_process.forgiving(scoring, task.aggregation(), self.unscored)
             task.set_config(key="process_results", value=own)
             self.scored_with = functions.versions

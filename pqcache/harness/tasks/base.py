@@ -103,8 +103,9 @@ class Task(Generic[OptionsT]):
     """One task: its name, its options, and its documents."""
 
     Options: type[OptionsT]
-    # Tokens of an answer.
+    # Tokens of an answer; 0: what the option that is named `answer` says.
     max_new_tokens: int = 0
+    answer: ClassVar[str] = "tokens"
     # Whether the model writes answers; false: given texts are scored, or times measured.
     generates: ClassVar[bool] = True
     # Whether documents that are too long for the model are left out; false: they are refused before weights are loaded.
@@ -115,6 +116,7 @@ class Task(Generic[OptionsT]):
 
     def __init__(self, name: str, options: OptionsT) -> None:
         self.name, self.options = name, options
+        self.max_new_tokens = self.max_new_tokens or getattr(options, self.answer, 0)
 
     @classmethod
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
@@ -191,8 +193,8 @@ def generation_task(
 ) -> dict[str, Any]:
     """lm-eval's configuration of a task that generates an answer to each document's `prompt`.
 
-    until: strings that end an answer. target: the document's
-    key, or lm-eval's template, of the right answer. generation: further settings that the adapter reads.
+    until: strings that end an answer. target: the document's key, or lm-eval's template, of the right answer.
+    generation: further settings that the adapter reads.
     """
     return {
         "task": name,

@@ -60,10 +60,6 @@ class Fidelity(Task[FidelityOptions]):
     Options = FidelityOptions
     generates = False  # no token is drawn: all methods read Full's
 
-    def __init__(self, name: str, options: FidelityOptions) -> None:
-        super().__init__(name, options)
-        self.max_new_tokens = options.tokens
-
     @classmethod
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
         return "the share of decode steps whose likeliest token is Full's, in percent; KL is KL(Full || method) in nats per step"

@@ -35,7 +35,7 @@ class Gsm8kCotOptions:
         check_source(self.source)
 
 
-class Gsm8kCot(DataSetTask[Gsm8kCotOptions]):
+class Gsm8kCot(DataSetTask):
     Options = Gsm8kCotOptions
     max_new_tokens = 256  # lm-eval's default; the definition sets none
     data_set = TEST

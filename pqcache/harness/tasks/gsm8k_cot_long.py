@@ -46,7 +46,7 @@ class Gsm8kCotLongOptions:
         require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
 
 
-class Gsm8kCotLong(sources.DataSetTask[Gsm8kCotLongOptions]):
+class Gsm8kCotLong(sources.DataSetTask):
     Options = Gsm8kCotLongOptions
     max_new_tokens = 256
     data_set = TEST

@@ -43,7 +43,7 @@ class HumanEvalOptions:
         require(0 < self.timeout <= 600, "timeout", self.timeout, "must be seconds above 0, at most 600")
 
 
-class HumanEval(DataSetTask[HumanEvalOptions]):
+class HumanEval(DataSetTask):
     Options = HumanEvalOptions
     max_new_tokens = 1024
     data_set = DATA

@@ -38,7 +38,7 @@ class LineRetrievalOptions:
         require(self.lines >= 1, "lines", self.lines, "must be at least 1")
 
 
-class LineRetrieval(DataSetTask[LineRetrievalOptions]):
+class LineRetrieval(DataSetTask):
     Options = LineRetrievalOptions
     max_new_tokens = 100
 

@@ -55,10 +55,6 @@ class Prompts(Task[PromptsOptions]):
     Options = PromptsOptions
     leaves_out = False
 
-    def __init__(self, name: str, options: PromptsOptions) -> None:
-        super().__init__(name, options)
-        self.max_new_tokens = options.tokens
-
     @classmethod
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
         if options["metric"] == "fidelity":

@@ -24,7 +24,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Protocol, TextIO, TypeVar
+from typing import Any, TextIO
 
 from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import GENERATED, Task, require
@@ -137,16 +137,7 @@ def _read_file(path: Path, fields: tuple[str, ...], mtime: int) -> Rows:
     return read_rows(path, fields=fields)
 
 
-class HasSource(Protocol):
-    """Options with the key `task.source`."""
-
-    source: str
-
-
-SourceT = TypeVar("SourceT", bound=HasSource)
-
-
-class DataSetTask(Task[SourceT]):
+class DataSetTask(Task[Any]):
     """A task over the rows of one data set, or over rows of the same format made here (task.source=constructed)."""
 
     data_set: DataSet

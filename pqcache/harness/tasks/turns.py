@@ -59,10 +59,6 @@ class Turns(Task[TurnsOptions]):
     Options = TurnsOptions
     leaves_out = False
 
-    def __init__(self, name: str, options: TurnsOptions) -> None:
-        super().__init__(name, options)
-        self.max_new_tokens = options.tokens
-
     @classmethod
     def score_meaning(cls, options: Mapping[str, Any]) -> str:
         return f"{options['metric']}, in percent, mean over the turns; fall: the first turn's minus the last one's"

@@ -43,7 +43,7 @@ class XSumOptions:
         require(self.sentences >= 1, "sentences", self.sentences, "must be at least 1")
 
 
-class XSum(DataSetTask[XSumOptions]):
+class XSum(DataSetTask):
     Options = XSumOptions
     max_new_tokens = 256
     data_set = DATA

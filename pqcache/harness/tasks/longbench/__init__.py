@@ -197,8 +197,8 @@ class LongBenchE(LongBench):
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
         buckets = {
-            name: [row for row in rows if data_sets.bucket_of(row["length"]) == name][:limit]
-            for name in data_sets.BUCKETS
+            name: [row for row in rows if least <= row["length"] < end][:limit]
+            for name, (least, end) in data_sets.BUCKETS.items()
         }
         return {f"longbench_e_{dataset}_{name}": members for name, members in buckets.items() if members}
 

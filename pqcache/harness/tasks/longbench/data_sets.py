@@ -4,6 +4,7 @@ Their numbers are in data_sets.yaml. The templates are those of the installed lm
 """
 
 import hashlib
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ UNWRAPPED = ("trec", "triviaqa", "samsum", "lcc", "repobench-p")  # chat models 
 STOP_TOKEN = {"samsum": "\n"}
 QUESTION_MARKER, MAX_LENGTH = _KNOWN["question_marker"], _KNOWN["max_length"]
 KVCACHE_FACTORY, _CORRECTED = _KNOWN["kvcache_factory"], _KNOWN["corrected"]
-BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, None)}  # words
+BUCKETS = {"0-4k": (0, 4000), "4-8k": (4000, 8000), "8k+": (8000, math.inf)}  # words
 LONGEST_ANSWER = max(official.new_tokens for official in DATASETS.values())
 
 
@@ -68,11 +69,6 @@ def template(dataset: str) -> str:
 def fill(dataset: str, row: dict[str, Any]) -> str:
     """The prompt of a row. The row's own text is not changed, braces included."""
     return re.sub(r"\{(context|input)\}", lambda match: row[match[1]], template(dataset))
-
-
-def bucket_of(length: int) -> str:
-    """LongBench-E's bucket of a row of `length` words."""
-    return next(name for name, (_, end) in BUCKETS.items() if end is None or length < end)
 
 
 def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:

@@ -151,12 +151,6 @@ def _remote(functions: Functions, name: str) -> Callable[..., Any]:
     return remote
 
 
-def process_of(function: Any) -> Functions | None:
-    """The process that runs a task's function; None: it runs here."""
-    found = getattr(function, "functions", None)
-    return found if isinstance(found, Functions) else None
-
-
 def forgiving(scoring: Metrics, metrics: Iterable[str], unscored: list[str]) -> Metrics:
     """A task's process_results, for which an answer is wrong that could not be scored. unscored gets the reason.
 
