@@ -1,5 +1,6 @@
 """Oracle: what an index without error chooses."""
 
+import pytest
 import torch
 from hypothesis import assume
 
@@ -13,6 +14,7 @@ from tests.pq.decoded import decode
 SINKS = 5
 
 
+@pytest.mark.rest
 @examples(6)
 def test_codes_without_error_choose_as_the_oracle(pick: Pick) -> None:
     """Twelve different keys, all of them centroids: product quantization is exact, ties included."""

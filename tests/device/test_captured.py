@@ -129,7 +129,7 @@ def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, replays: lis
                 steps.replay()
 
 
-@pytest.mark.parametrize("prompt", [13, 40])  # the window of 16 fills up during the answer; it is full
+@pytest.mark.parametrize("prompt", thin([13, 40], 2))  # the window of 16 fills up during the answer; it is full
 def test_windows_are_recorded(replays: list[int], prompt: int) -> None:
     torch.manual_seed(0)
     config = AutoConfig.for_model(
@@ -164,7 +164,7 @@ def answer(model: PreTrainedModel, method: Method, **options) -> tuple:
     return result.token_ids, result.bytes_per_step, result.attended_tokens_all_layers, len(result.step_s)
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 2))
+@pytest.mark.parametrize("name", thin(METHODS, 4))
 def test_generate_records_its_steps(llama: PreTrainedModel, replays: list[int], name: str) -> None:
     """The first decode step makes what later ones reuse, the second runs before it is recorded, nine are replayed."""
     expected = answer(llama, METHODS[name](), kernels="torch")
@@ -172,6 +172,7 @@ def test_generate_records_its_steps(llama: PreTrainedModel, replays: list[int], 
     assert answer(llama, METHODS[name]()) == expected and len(replays) == 9
 
 
+@pytest.mark.rest
 def test_drawn_answers_are_recorded(llama: PreTrainedModel, replays: list[int]) -> None:
     how = {"sampling": Sampling(temperature=1.5, key="a"), "max_new_tokens": 11}
     drawn = [answer(llama, Full(), graph=graph, **how)[0] for graph in ("off", "auto")]

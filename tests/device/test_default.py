@@ -43,6 +43,7 @@ except ImportError:
 """
 
 
+@pytest.mark.rest
 def test_nothing_of_it_is_imported() -> None:
     done = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.endswith("only kernels=auto imports it\n"), done.stderr[-2000:]

@@ -51,7 +51,7 @@ PACKED = {
 
 
 @on_cpu
-@pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 2))
+@pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 4))
 def test_a_request_is_that_of_torch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     calls: list[str] = []
     for module, function in ((step, "attend"), (packed, "attend")):
@@ -88,7 +88,7 @@ def driven(model: PreTrainedModel, method: Method, kernels: str) -> tuple[list[t
     return outs, kept, cache
 
 
-@pytest.mark.parametrize("name", thin(SERVED, 3))
+@pytest.mark.parametrize("name", thin(SERVED, 8))
 def test_rows_of_unequal_length(llama: PreTrainedModel, name: str) -> None:
     """Whatever the step stores is what the layer would have stored, codes and all."""
     (expected, held, plain), (outs, kept, cache) = (driven(llama, SERVED[name](), k) for k in ("torch", "auto"))

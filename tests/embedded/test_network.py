@@ -19,6 +19,7 @@ def narrow() -> Qwen2ForCausalLM:
     return model
 
 
+@pytest.mark.rest
 def test_widened_heads_compute_the_same_function(narrow: Qwen2ForCausalLM) -> None:
     wide = network.widened(narrow, 32, seed=0)
     assert wide.config.head_dim == 32 and wide.config.max_position_embeddings == network.MAX_POSITION

@@ -53,7 +53,7 @@ def test_experiments_that_repeat_no_paper_compose(name: str) -> None:
     starts_with_its_command_and_sweeps(name, make_plan(request(name)))
 
 
-@pytest.mark.parametrize("name", thin(REPEATED, 6))
+@pytest.mark.parametrize("name", thin(REPEATED, 15))
 def test_composes(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, tmp_path)
     assert plan.sweep and len(plan.cells) >= 1 and plan.report["title"] and plan.report.keys() <= KNOWN
@@ -84,6 +84,7 @@ def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.rest
 @pytest.mark.parametrize("name", thin(["kvcrush_fig5", "pqcache_table3", "zipcache_tableB"], 3))
 def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
     """What `make missing` prints runs that cell and no other."""

@@ -46,9 +46,13 @@ def oracle(monkeypatch: Patch) -> Any:
     return put
 
 
-# lm-eval reads thousands of files to find a task by name
+# A third of them by default; lm-eval reads thousands of files to find a task by name
 @pytest.mark.parametrize(
-    "line", [pytest.param(n, marks=pytest.mark.rest) if n.startswith("task=lm_eval") else n for n in NAMES]
+    "line",
+    [
+        pytest.param(n, marks=pytest.mark.rest) if i % 3 or n.startswith("task=lm_eval") else n
+        for i, n in enumerate(NAMES)
+    ],
 )
 def test_folder_names_stay(line: str) -> None:
     assert [one.name for one in planned(line).cells] == NAMES[line]

@@ -62,6 +62,7 @@ def test_the_same_answers_in_any_order(
     assert timed == [0, 0, 0]
 
 
+@pytest.mark.rest
 def test_what_the_row_says(command: Command, tmp_path: Path, capsys: Capture) -> None:
     task = ("budget=0.3", "task=pocket_qa", "task.length=512")
     assert command("-m", "method=full,snapkv", *task, "limit=2", "decode.temperature=0,1.5") == 0

@@ -140,6 +140,7 @@ def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:
     assert place("auto", gpu) == "host"
 
 
+@pytest.mark.rest
 def test_scored_texts_go_in_lockstep_to_the_same_numbers(command: Command, tmp_path: Path) -> None:
     words = ("-m", "task=pg19", "task.source=book", "task.tokens=120", "task.stride=60", "task.start=60")
     for shared in ("false", "all"):

@@ -204,6 +204,7 @@ def test_every_tensor_a_cache_holds_is_counted(model: PreTrainedModel, case: Cas
     bytes_counted(model, case)
 
 
+@pytest.mark.rest
 @torch.no_grad()
 def test_slack_was_never_written(model: PreTrainedModel, case: Case) -> None:
     """Fresh buffers are zeros: what counts as slack still is, but for the place of the entry that a step has dropped."""

@@ -1,5 +1,6 @@
 """Every method's no-op setting equals the stock cache, on every architecture, through forward, generate and beam search."""
 
+import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
@@ -43,6 +44,7 @@ def test_generate_with_left_padding_and_beams_equals_stock(model: PreTrainedMode
     assert torch.equal(stock, ours)
 
 
+@pytest.mark.rest
 def test_second_turn_of_noop_equals_stock(model: PreTrainedModel, case: Case) -> None:
     def run(cache):
         session = Session(model, cache, [tokens(50, 7)])

@@ -17,14 +17,17 @@ def test_chunked_prefill_equals_one_block(model: PreTrainedModel, case: Case) ->
     invariants.chunks_equal_one_block(model, case)
 
 
+@pytest.mark.rest
 def test_padded_rows_equal_single_rows(model: PreTrainedModel, case: Case) -> None:
     invariants.padded_rows_equal_single_rows(model, case)
 
 
+@pytest.mark.rest
 def test_reordered_rows_equal_rows_alone(model: PreTrainedModel, case: Case) -> None:
     invariants.reordered_rows_equal_rows_alone(model, case)
 
 
+@pytest.mark.rest
 def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Case) -> None:
     """A block of one token is prefill as long as the prompt has not ended."""
     prompt, steps = [tokens(50, 22)], [[t] for t in STEPS[:4]]
@@ -32,6 +35,7 @@ def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Ca
     case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=1), whole)
 
 
+@pytest.mark.rest
 def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:
     with torch.no_grad(), attach(model):
         session = Session(model, SelectiveCache(model, case.make()), [tokens(70, 60), tokens(70, 61)])

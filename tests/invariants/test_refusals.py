@@ -40,6 +40,7 @@ def test_attach_leaves_nothing_behind_and_serves_other_caches(llama: PreTrainedM
     assert gone() is None  # no hook, module or context of the model holds it
 
 
+@pytest.mark.rest
 @torch.no_grad()
 def test_a_failed_pass_is_noticed(model: PreTrainedModel, case: Case) -> None:
     """Layers before the failure have stored the token, the others have not: going on would be silently wrong."""
@@ -167,6 +168,7 @@ def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, kind: Case)
     assert torch.equal(ours, llama.generate(history, **options))
 
 
+@pytest.mark.rest
 def test_unwritten_memory_reaches_no_result(
     model: PreTrainedModel, case: Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:

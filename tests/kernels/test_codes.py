@@ -71,6 +71,7 @@ def test_tables_too_steep_to_factorise_are_left_to_the_general_path(bits):
     assert got is not None and got.tolist() == [[[3]]]
 
 
+@pytest.mark.rest
 def test_codes_of_more_than_eight_bits():
     gen = torch.Generator().manual_seed(1)
     tables = torch.randn(1, 2, 1, 4096, 2, generator=gen)

@@ -10,6 +10,7 @@ from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import attend
+from tests.thin import thin
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -23,6 +24,7 @@ def expected(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[in
     return torch.stack(rows).transpose(1, 2)
 
 
+@pytest.mark.rest
 @examples(25)
 def test_equals_softmax_attention(pick):
     lengths, h_kv, g, d = pick.some(1, 700), pick(1, 3), pick([1, 2, 3, 4, 7, 8]), pick([16, 24, 80, 128])
@@ -56,7 +58,7 @@ def test_long_rows_and_large_logits(workers: int) -> None:
     torch.testing.assert_close(out.double(), expected(q, k, v, [5000], 1.0), rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", thin(DTYPES, 3))
 def test_infinity_and_nan_are_not_hidden(dtype: torch.dtype) -> None:
     for value in (torch.nan, torch.inf):
         for of_keys in (True, False):

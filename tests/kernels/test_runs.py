@@ -10,6 +10,7 @@ from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import attend
+from tests.thin import thin
 
 
 @examples(30)
@@ -38,7 +39,7 @@ def test_runs_of_two_queries_are_one_softmax(pick):
 
 
 @pytest.mark.parametrize("g", [1, 3, 4])
-@pytest.mark.parametrize("m", [1, 300, 5003])
+@pytest.mark.parametrize("m", thin([300, 1, 5003], 3))
 @pytest.mark.parametrize("workers", [1, 2])
 def test_probabilities_of_all_tokens_are_added(g, m, workers):
     q, k, v = torch.randn(2, 2 * g, 1, 32) * 3, torch.randn(2, 2, m, 32), torch.randn(2, 2, m, 32)

@@ -73,6 +73,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_every_command_composes(folder: Path) -> None:
     """What `python run.py` would do with each: options are checked, nothing is loaded."""
     # keynorm: which a reader of that page adds
