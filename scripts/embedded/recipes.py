@@ -3,8 +3,6 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from pqcache.embedded.families import FAMILIES
-
 
 @dataclass(frozen=True)
 class Stage:
@@ -50,10 +48,6 @@ class Recipe:
     warmup_steps: int = 50
     # Share of the training after which the learning rate falls linearly to 2 %.
     decay_from: float = 0.75
-    watch_lengths: tuple[int, ...] = (1024, 2048)
-    watch_samples: int = 10
-    # PocketBench families whose fully right answers are counted at the first of watch_lengths.
-    watch_families: tuple[str, ...] = ()
 
     def learning_rate(self, step: int, share: float) -> float:
         """At a step, when `share` of the planned training is done."""
@@ -73,7 +67,7 @@ FAMILY = Recipe(
         Stage(until=0.9, length=1024, rows=4, query_share=0.45, family_rows=0.8),
         Stage(until=1.0, length=2048, rows=2, query_share=0.4, family_rows=0.8),
     ),
-    lr=1e-3, decay_from=2.0, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
+    lr=1e-3, decay_from=2.0,
 )  # fmt: skip
 
 # After "families": heads of dimension 128, long texts.
@@ -82,7 +76,7 @@ LONG = Recipe(
         Stage(until=0.4, length=2048, rows=2, query_share=0.4, family_rows=0.75),
         Stage(until=1.0, length=4096, rows=1, query_share=0.25, family_rows=0.75),
     ),
-    lr=8e-4, warmup_steps=20, decay_from=0.5, watch_lengths=(1024,), watch_samples=4, watch_families=tuple(FAMILIES),
+    lr=8e-4, warmup_steps=20, decay_from=0.5,
 )  # fmt: skip
 
 # From nothing, for `long_chain` alone: weights of their own.
@@ -94,13 +88,13 @@ CHAIN = Recipe(
         Stage(until=0.92, length=2048, rows=1, query_share=0.0),
         Stage(until=1.00, length=3328, rows=1, query_share=0.0),
     ),
-    layers=2, intermediate=256, rows="chain", skip=2, decay_from=0.6, watch_lengths=(),
+    layers=2, intermediate=256, rows="chain", skip=2, decay_from=0.6,
 )  # fmt: skip
 
 # Seconds long, for tests.
 TINY = Recipe(
     stages=(Stage(until=0.5, length=96, rows=2, query_share=0.45), Stage(until=1.0, length=128, rows=2, query_share=0.2)),
-    layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64, watch_lengths=(128,), watch_samples=1,
+    layers=1, hidden=64, heads=2, kv_heads=1, intermediate=64,
 )  # fmt: skip
 
 # The first three in this order, each with --init on the one before.

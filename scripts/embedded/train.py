@@ -13,6 +13,7 @@ Needs torch and transformers. The last checkpoint is in `--work`; weights, token
 """
 
 import argparse
+import csv
 import json
 import sys
 import time
@@ -29,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from pqcache.atomic import replacing, write_text
 from pqcache.embedded import model_dir
-from scripts.embedded import curve, network, scores
+from scripts.embedded import network
 from scripts.embedded.chain_rows import ChainRows
 from scripts.embedded.recipes import RECIPES, TINY, Recipe, Stage
 from scripts.embedded.training_rows import RowMaker
@@ -63,7 +64,8 @@ class Training:
         self.optimizer = make_optimizer(self.model, recipe)
         self.forward = torch.compile(network.hidden_states, dynamic=False) if args.compile else network.hidden_states
         self.progress = Progress()
-        self.earlier = curve.read(Path(args.init)) if args.init else []
+        earlier = Path(args.init or "") / "learning_curve.csv"
+        self.earlier = list(csv.DictReader(earlier.read_text().splitlines())) if args.init and earlier.exists() else []
         # Running means of loss, accuracy and accuracy of first value tokens; empty before the first step.
         self.means: dict[str, float] = {}
         if self.checkpoint.exists():
@@ -111,45 +113,21 @@ class Training:
         self.means = {k: 0.97 * self.means[k] + 0.03 * v if self.means else v for k, v in values.items()}
         progress.seconds += time.monotonic() - started
         if progress.step % CURVE_STEPS == 0:
-            self.note(stage)
+            point = {"recipe": self.args.recipe, "step": progress.step, "tokens": progress.tokens}
+            point |= {"minutes": round(progress.seconds / 60, 2), "length": stage.length}
+            progress.curve.append(point | {name: round(mean, 4) for name, mean in self.means.items()})
         return stage
 
-    def note(self, stage: Stage) -> dict[str, Any]:
-        """Add a point to the learning curve."""
-        progress = self.progress
-        point = {"recipe": self.args.recipe, "step": progress.step, "tokens": progress.tokens}
-        point |= {"minutes": round(progress.seconds / 60, 2), "length": stage.length}
-        point |= {name: round(mean, 4) for name, mean in self.means.items()}
-        progress.curve.append(point)
-        return point
-
-    def watch(self, stage: Stage) -> None:
-        """Test the model on generated prompts, write the curve, and export early where --publish-over allows."""
-        self.model.eval()
-        recipe, point, model, tok = self.recipe, self.note(stage), self.model, self.tokenizer
-        n, lengths = recipe.watch_samples, recipe.watch_lengths
-        for length in lengths:
-            points = scores.needle_scores(model, tok, length, n, seed=1000)
-            point[f"needle_{length}"] = round(sum(points) / len(points), 1)
-        for family in recipe.watch_families:
-            pairs = scores.family_answers(model, tok, family, lengths[0], n, seed=1000)
-            point[family] = round(100 * sum(reply == sample["answer"] for sample, reply in pairs) / len(pairs), 1)
-        self.model.train()
-        tqdm.write(json.dumps(point))
-        curve.write([*self.earlier, *self.progress.curve], self.out)
-        limit = self.args.publish_over
-        if limit is not None and point[f"needle_{lengths[0]}"] > limit:
-            self.export()
-
     def finish(self) -> None:
-        """Checkpoint, weights and facts."""
+        """Checkpoint, weights, learning curve and facts."""
         self.save()
-        self.export()
-        self.write_facts()
-
-    def export(self) -> None:
-        """Write weights and tokenizer to `--out`."""
         export(self.model, self.tokenizer, self.out, own_tokenizer=self.recipe.rows != "chain")
+        points = [*self.earlier, *self.progress.curve]
+        with replacing(self.out / "learning_curve.csv") as path, open(path, "w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(dict.fromkeys(key for point in points for key in point)))
+            writer.writeheader()
+            writer.writerows(points)
+        self.write_facts()
 
     def write_facts(self) -> None:
         """training.json: how the weights were trained."""
@@ -184,9 +162,9 @@ def make_optimizer(model: Qwen2ForCausalLM, recipe: Recipe) -> torch.optim.AdamW
 
 
 def train(args: argparse.Namespace) -> None:
-    """Train until the planned minutes or steps are done, with checkpoints and tests on the way."""
+    """Train until the planned minutes or steps are done, with checkpoints on the way."""
     run = Training(TINY if args.tiny else RECIPES[args.recipe], args)
-    last_save = last_watch = time.monotonic()
+    last_save = time.monotonic()
     with tqdm(total=100, unit="%", bar_format="{l_bar}{bar}| {elapsed}<{remaining} {postfix}") as bar:
         while run.share < 1.0:
             stage = run.step()
@@ -197,12 +175,6 @@ def train(args: argparse.Namespace) -> None:
             if time.monotonic() - last_save > args.save_every:
                 run.save()
                 last_save = time.monotonic()
-            if time.monotonic() - last_watch > 60 * args.watch_every:
-                run.watch(stage)
-                last_watch = time.monotonic()
-        # `means` is empty if a finished run is started again: nothing new to test.
-        if run.recipe.watch_lengths and run.means:
-            run.watch(run.recipe.stages[-1])
     run.finish()
 
 
@@ -224,8 +196,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", default=str(model_dir()))
     parser.add_argument("--work", default=str(WORK), help="checkpoint folder")
     parser.add_argument("--save-every", type=float, default=120.0, help="seconds between checkpoints")
-    parser.add_argument("--watch-every", type=float, default=5.0, help="minutes between free-running tests")
-    parser.add_argument("--publish-over", type=float, default=None, help="export early once the first test beats this")
     parser.add_argument("--note", action="append", default=[], help="a remark for training.json; may be repeated")
     parser.add_argument("--tiny", action="store_true", help="a recipe of seconds, for tests")
     args = parser.parse_args(argv)

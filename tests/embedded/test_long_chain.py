@@ -8,7 +8,6 @@ from pqcache.embedded import load_model, model_dir
 from pqcache.embedded.long_chain import Chain, make_samples, score
 from pqcache.embedded.words import pseudo_words, words_in
 from scripts.embedded.chain_rows import LOOK_UP_WEIGHT, ONCE_WEIGHT, ChainRows
-from scripts.embedded.scores import chain_scores
 
 CHAIN = Chain(
     roads=(("C", "D"), ("A", "B"), ("D", "A"), ("B", "C")), marks=("m", "n", "o"), calls=("o", "m", "n"), start="A"
@@ -80,8 +79,14 @@ def test_the_shipped_weights_walk_and_recall(tok: PreTrainedTokenizerBase) -> No
     """Two answers of about 180 tokens, free-running: at most one slip."""
     folder = model_dir("embedded_chain")
     assert sum(file.stat().st_size for file in folder.iterdir()) < 10 * 2**20
-    found = chain_scores(load_model(name="embedded_chain"), tok, 180, 2, seed=0)
-    assert sum(one["steps"] for one in found) / 2 > 0.95
+    samples = make_samples(2, 180, 0, tok)
+    turns = [[{"role": "user", "content": sample["prompt"]}] for sample in samples]
+    texts = [tok.apply_chat_template(turn, tokenize=False, add_generation_prompt=True) for turn in turns]
+    inputs = tok(texts, return_tensors="pt", padding=True, add_special_tokens=False)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    out = load_model(name="embedded_chain").generate(ids, attention_mask=mask, max_new_tokens=204, do_sample=False)
+    replies = tok.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
+    assert sum(score(reply, sample)["steps"] for reply, sample in zip(replies, samples, strict=True)) / 2 > 0.95
 
 
 def test_training_rows(tok: PreTrainedTokenizerBase) -> None:
