@@ -19,13 +19,12 @@ import contextlib
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pqcache.harness.config.cells import make_plan
+from pqcache.harness.config.cells import RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import score_statistics
@@ -43,15 +42,6 @@ ROUNDS = 8
 
 class Unreachable(Exception):
     """No token budget gives these bytes."""
-
-
-@dataclass
-class Fit:
-    """A method fitted to the reference, or why it is not."""
-
-    method: str
-    row: Row | None = None
-    reason: str = ""
 
 
 def content(row: Row) -> float:
@@ -93,24 +83,49 @@ def solve(measure: Callable[[int, bool], float], target: float, prompt: float, t
 
 
 class Bench:
-    """Runs single cells, all with the same options, and remembers the loaded model."""
+    """A command line: the reference and its budget, the methods to fit, the options of all cells and of each method.
 
-    def __init__(self, common: list[str], options: dict[str, list[str]]) -> None:
-        self.common, self.options = common, options
+    Runs single cells, and remembers the loaded model.
+    """
+
+    def __init__(self, argv: list[str]) -> None:
+        """Raises Refused, before anything runs, if a name is missing, the tolerance is no number, or a cell is not possible."""
+        values = dict(text.partition("=")[::2] for text in argv)
+        self.methods = [name for name in values.pop("method", "").split(",") if name]
+        self.reference, self.budget = values.pop("reference", ""), values.pop("budget", "0.2")
+        if not self.methods or not self.reference:
+            raise Refused(["reference=<method> and method=<method>,<method> must be named"])
+        try:
+            self.tolerance = float(values.pop("tolerance", "0.01"))
+        except ValueError:
+            raise Refused(["tolerance: expected a number such as 0.01"]) from None
+        self.options: dict[str, list[str]] = {name: [] for name in (*self.methods, self.reference)}
+        self.common: list[str] = []
+        for key, value in values.items():
+            name, _, option = key.partition(".")
+            if name in self.options:
+                self.options[name].append(f"method.{option}={value}")
+            else:
+                self.common.append(f"{key}={value}")
         self.session = Session()
+        for name in self.methods:
+            self.plan(name, "4096")
+
+    def plan(self, method: str, budget: str, *more: str) -> RunPlan:
+        """One cell."""
+        own = [f"method={method}", f"budget={budget}", *self.options[method]]
+        return make_plan(compose_all([*self.common, *own, *more], CONFIGS))
 
     def run(self, method: str, budget: str, *more: str) -> Row:
         """One cell's row. Raises Refused or Unreachable if there is none."""
-        own = [f"method={method}", f"budget={budget}", *self.options.get(method, [])]
-        plan = make_plan(compose_all([*self.common, *own, *more], CONFIGS))
         with contextlib.redirect_stdout(StringIO()):
-            (outcome,) = runner.run_cells(plan, self.session).values()
+            (outcome,) = runner.run_cells(self.plan(method, budget, *more), self.session).values()
         if outcome.row is None:
             raise Unreachable(outcome.reason)
         return outcome.row
 
-    def fit(self, method: str, reference: Row, tolerance: float) -> Fit:
-        """The method at the reference's bytes."""
+    def fit(self, method: str, reference: Row) -> Row | str:
+        """The method at the reference's bytes, or why there is no such row."""
         rows: dict[int, Row] = {}
 
         def measure(tokens: int, quick: bool) -> float:
@@ -122,23 +137,22 @@ class Bench:
                 return content(self.run(method, str(tokens), "limit=1", f"out={scratch}", "wandb=disabled"))
 
         try:
-            return Fit(method, rows[solve(measure, content(reference), reference["prompt_tokens"], tolerance)])
+            return rows[solve(measure, content(reference), reference["prompt_tokens"], self.tolerance)]
         except Unreachable as error:
-            return Fit(method, reason=str(error))
+            return str(error)
 
 
-def table(reference: Row, fits: list[Fit]) -> str:
+def table(reference: Row, fits: dict[str, Row | str]) -> str:
     """One line per method; differences are to the reference, of the same samples."""
     name = reference["method"]
     head = f"{'method':12}{'tokens':>8}{'score':>7}{'95 % interval':>16}{f'to {name}':>12}{'95 % interval':>16}"
     lines = [head + f"{'content MiB':>13}{'error':>9}{'allocated MiB':>15}{'error':>9}"]
-    for fit in [Fit(name, reference), *fits]:
-        if fit.row is None:
-            lines.append(f"{fit.method:12}{'':8}not fitted: {fit.reason}")
+    for method, row in {name: reference, **fits}.items():
+        if isinstance(row, str):
+            lines.append(f"{method:12}{'':8}not fitted: {row}")
             continue
-        row = fit.row
         tokens = MISSING if row["budget_ratio"] is not None else number(row["budget_tokens"], 0)
-        line = f"{fit.method:12}{tokens:>8}{number(row['score']):>7}{spread(None, row['score_interval']):>16}"
+        line = f"{method:12}{tokens:>8}{number(row['score']):>7}{spread(None, row['score_interval']):>16}"
         if row is reference:
             line += f"{'':12}{'':16}"
         else:
@@ -157,61 +171,21 @@ def allocated(row: Row) -> float:
     return sum(row["resident_bytes"].values())
 
 
-@dataclass
-class FitRequest:
-    """A command line: the reference and its budget, the methods to fit, and the options of all cells and of each method."""
-
-    reference: str
-    budget: str
-    methods: list[str]
-    tolerance: float
-    common: list[str]
-    options: dict[str, list[str]]
-
-    @classmethod
-    def parse(cls, argv: list[str]) -> FitRequest:
-        """Raises Refused if a name is missing or the tolerance is no number."""
-        values = dict(text.partition("=")[::2] for text in argv)
-        methods = [name for name in values.pop("method", "").split(",") if name]
-        reference = values.pop("reference", "")
-        if not methods or not reference:
-            raise Refused(["reference=<method> and method=<method>,<method> must be named"])
-        try:
-            tolerance = float(values.pop("tolerance", "0.01"))
-        except ValueError:
-            raise Refused(["tolerance: expected a number such as 0.01"]) from None
-        budget = values.pop("budget", "0.2")
-        known = [*methods, reference]
-        options = {
-            name: [f"method.{k.partition('.')[2]}={v}" for k, v in values.items() if k.split(".")[0] == name]
-            for name in known
-        }
-        common = [f"{k}={v}" for k, v in values.items() if k.split(".")[0] not in known]
-        return cls(reference, budget, methods, tolerance, common, options)
-
-    def check(self) -> None:
-        """Raises Refused, before anything runs, if a cell is not possible."""
-        for name in self.methods:
-            make_plan(compose_all([*self.common, f"method={name}", "budget=4096", *self.options[name]], CONFIGS))
-
-
-def run(request: FitRequest) -> None:
+def run(bench: Bench) -> None:
     """Run the reference, fit every method to it, print the table. Raises Unreachable if the reference has no row."""
-    bench = Bench(request.common, request.options)
-    reference = bench.run(request.reference, request.budget)
+    reference = bench.run(bench.reference, bench.budget)
     size, score = content(reference) / 2**20, number(reference["score"])
-    print(f"{request.reference}: {size:.3f} MiB content, score {score}", flush=True)
-    fits = []
-    for name in request.methods:
-        fits.append(bench.fit(name, reference, request.tolerance))
-        row = fits[-1].row
-        print(f"{name}: {fits[-1].reason if row is None else summary_line(row)}", flush=True)
+    print(f"{bench.reference}: {size:.3f} MiB content, score {score}", flush=True)
+    fits = {}
+    for name in bench.methods:
+        row = fits[name] = bench.fit(name, reference)
+        print(f"{name}: {row if isinstance(row, str) else summary_line(row)}", flush=True)
     print(f"\n{table(reference, fits)}\n")
     cells = (
         f"{reference['model']}, {reference['kv_dtype']}, {reference['task']}: {reference['n_samples']} samples a cell"
     )
     print(f"{cells}, {reference['prompt_tokens']:.0f} prompt tokens on average, batch 1.")
-    print(f"error: of bytes against {request.reference}'s. content: without buffer slack; allocated: with it.")
+    print(f"error: of bytes against {bench.reference}'s. content: without buffer slack; allocated: with it.")
 
 
 def main(argv: list[str]) -> int:
@@ -219,15 +193,14 @@ def main(argv: list[str]) -> int:
         print(__doc__)
         return 0
     try:
-        request = FitRequest.parse(argv)
-        request.check()
-        run(request)
+        bench = Bench(argv)
+        run(bench)
     except Refused as refused:
         for line in refused.lines:
             print(f"error: {line}", file=sys.stderr)
         return 2
     except Unreachable as error:
-        print(f"error: {request.reference}: {error}", file=sys.stderr)
+        print(f"error: {bench.reference}: {error}", file=sys.stderr)
         return 1
     return 0
 
