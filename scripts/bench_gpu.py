@@ -1,8 +1,8 @@
 """The kernels of kernels=auto beside torch and flash-attn, and the decode step of every method, on one GPU.
 
-    scripts/bench_gpu.sh                                      # Mistral-7B's geometry, random fp16 weights, 32K tokens, budget 0.1
-    scripts/bench_gpu.sh --lengths 131072 --layers 16 --methods full pqcache kivi
-    scripts/bench_gpu.sh --tiny --device cpu                  # shows that it runs; kernels by Triton's interpreter
+    python scripts/bench_gpu.py                           # Mistral-7B's geometry, random fp16 weights, 32K tokens, budget 0.1
+    python scripts/bench_gpu.py --lengths 131072 --layers 16 --methods full pqcache kivi
+    python scripts/bench_gpu.py --tiny --device cpu                  # shows that it runs; kernels by Triton's interpreter
 
 First each kernel on random numbers: its error against fp32, its time, what torch and (where it is installed) flash-attn take for
 the same, and the bandwidth it reaches. Then each method by name, with its defaults: TT2T, and the median decode step under

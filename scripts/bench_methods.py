@@ -32,7 +32,7 @@ from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.shape import NotApplicable
 from scripts.bench import dense
-from scripts.bench.arguments import add_machine_options, prepare, refuse_below
+from scripts.bench.arguments import refuse_below
 from scripts.bench.layer import GEOMETRIES, AttentionLayer
 from scripts.bench.rounds import interleaved, ratios, spread
 
@@ -169,7 +169,10 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--prefill-length", type=int, default=8192, help="0: no prefill")
     parser.add_argument("--prefill-rounds", type=int, default=3)
-    add_machine_options(parser)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
+    parser.add_argument("--threads", type=int, help="of the CPU; default what torch chooses")
+    parser.add_argument("--json", type=Path, help="write the figures here")
     return parser
 
 
@@ -211,7 +214,9 @@ def decode(
 @torch.no_grad()
 def main(argv: list[str], description: str | None = __doc__) -> None:
     args = arguments(argv, description)
-    device, dtype = prepare(args)
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    device, dtype = torch.device(args.device), getattr(torch, args.dtype)
     size = GEOMETRIES[args.model]
     layer, rows = AttentionLayer.build(size, dtype, device), makers(args.methods, args.stores, args.budget)
     caption, speed = device_caption(device), copy_speed(device)
