@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:  # attributes of this package once `usable` has answered True
-    from pqcache.kernels import attend, codes, entries, nearest, packed, positions, rank, softmax  # noqa: F401
+    from pqcache.kernels import attend, codes, nearest, packed, positions, rank, softmax  # noqa: F401
 
-_MODULES = ("attend", "codes", "entries", "nearest", "packed", "positions", "rank", "softmax")
-# compiled: any kernel at all; numba: the kernels of this package
-switches = {"compiled": True, "numba": True}
+_MODULES = ("attend", "codes", "nearest", "packed", "positions", "rank", "softmax")
+switch = {"on": True}
 
 
 @cache
@@ -50,14 +49,9 @@ def _not_used(why: str) -> bool:
     return False
 
 
-def allowed(*tensors: torch.Tensor) -> bool:
-    """Whether compiled kernels may serve at all: not switched off, no gradient to record."""
-    return switches["compiled"] and not (torch.is_grad_enabled() and any(t.requires_grad for t in tensors))
-
-
 def native(*tensors: torch.Tensor) -> bool:
     """Whether the CPU kernels serve these tensors. Asked several times a step, hence one call without others."""
-    if not (switches["numba"] and switches["compiled"]):
+    if not switch["on"]:
         return False
     recorded = torch.is_grad_enabled()
     for t in tensors:
@@ -67,19 +61,10 @@ def native(*tensors: torch.Tensor) -> bool:
 
 
 @contextlib.contextmanager
-def _off(which: str) -> Iterator[None]:
-    before, switches[which] = switches[which], False
+def plain_torch() -> Iterator[None]:
+    """Switch the CPU kernels off inside the block: for comparisons, and to rule them out."""
+    before, switch["on"] = switch["on"], False
     try:
         yield
     finally:
-        switches[which] = before
-
-
-def plain_torch() -> contextlib.AbstractContextManager[None]:
-    """Switch all compiled kernels of the CPU off inside the block: for comparisons, and to rule them out."""
-    return _off("compiled")
-
-
-def without_numba() -> contextlib.AbstractContextManager[None]:
-    """Switch the CPU kernels off inside the block."""
-    return _off("numba")
+        switch["on"] = before

@@ -1,4 +1,4 @@
-"""Lists of chosen positions: of whole clusters, in ascending order, how many a group's heads chose."""
+"""Lists of chosen positions: of whole clusters, in ascending order."""
 
 from collections.abc import Sequence
 
@@ -67,28 +67,3 @@ def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     cost = rows * (length + positions.shape[2])
     run(_ascend, rows, positions.contiguous().numpy(), length, out, cost=cost)
     return torch.from_numpy(out)
-
-
-@kernel()
-def _count(first, last, indices, length, counts):
-    """Task = (row, KV head); indices (n, h, k), counts (n, h_kv)."""
-    heads = counts.shape[1]
-    g = indices.shape[1] // heads
-    for task in range(first, last):
-        row, head = task // heads, task % heads
-        marks = np.zeros(length + 1, np.uint8)  # padding, -1, marks entry 0
-        for a in range(g):
-            chosen = indices[row, head * g + a]
-            for i in range(chosen.shape[0]):
-                marks[chosen[i] + 1] = 1
-        total = 0
-        for i in range(1, length + 1):
-            total += marks[i]
-        counts[row, head] = total
-
-
-def count_distinct(indices: torch.Tensor, h_kv: int, length: int) -> torch.Tensor:
-    """How many positions below `length` the query heads of a group chose together: indices (n, h, k) int64 -> (n, h_kv) int64."""
-    counts = np.zeros((indices.shape[0], h_kv), np.int64)
-    run(_count, counts.size, indices.contiguous().numpy(), length, counts, cost=indices.numel() + counts.size * length)
-    return torch.from_numpy(counts)

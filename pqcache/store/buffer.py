@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from pqcache.store import pages
-from pqcache.store import pinned as pinned_memory
 
 STEP = 256  # tokens per growth step: one copy per 256 generated tokens instead of one per token
 GROWTH = 16  # a full buffer grows by 1/16 where that is more: it is copied as a whole
@@ -51,10 +50,8 @@ class Buffer:
     ) -> torch.Tensor:
         # zeros, not empty: a masked entry is still multiplied by weight 0, and 0 * NaN is NaN
         sizes = (n, capacity, heads, *rest) if self.token_major else (n, heads, capacity, *rest)
-        if self.pinned:
-            data = pinned_memory.zeros(sizes, dtype)
-        elif device.type != "cpu":
-            data = torch.zeros(sizes, dtype=dtype, device=device)
+        if self.pinned or device.type != "cpu":
+            data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
         else:
             data = torch.empty(sizes, dtype=dtype, device=device)
             pages.advise(data)
@@ -85,10 +82,6 @@ class Buffer:
     @property
     def capacity(self) -> int:
         return self.data.shape[2]
-
-    @property
-    def entry_bytes(self) -> int:
-        return math.prod(self.data.shape[3:]) * self.data.element_size()
 
     @property
     def slack(self) -> int:

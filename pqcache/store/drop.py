@@ -5,7 +5,6 @@ from typing import NamedTuple
 
 import torch
 
-from pqcache import kernels
 from pqcache.store.buffer import Buffer
 from pqcache.store.transfer import table
 
@@ -25,12 +24,16 @@ class Lightest(NamedTuple):
         """The entry of each head, of lengths[r] in row r: (n, heads) int64."""
         length, device = max(lengths), self.positions.device
         position, weight = self.positions[:, :, :length], self.weights[:, :, :length]
-        first, ends, counts = (table(x, device)[:, None, None] for x in (self.first, self.ends, lengths))
-        held = torch.arange(length, device=device) < counts
-        candidate = (position >= first) & (position < ends) & held
-        weight = weight.masked_fill(~candidate, torch.inf)
+        # a number needs no table
+        first, ends, counts = (
+            x[0] if len(set(x)) == 1 else table(x, device)[:, None, None] for x in (self.first, self.ends, lengths)
+        )
+        candidate = (position >= first) & (position < ends)
+        if isinstance(counts, torch.Tensor):
+            candidate &= torch.arange(length, device=device) < counts
+        weight = torch.where(candidate, weight, torch.inf)
         lightest = candidate & (weight == weight.amin(-1, keepdim=True))
-        return position.masked_fill(~lightest, -1).argmax(-1)
+        return torch.where(lightest, position, -1).argmax(-1)
 
 
 def drop(
@@ -38,27 +41,12 @@ def drop(
 ) -> None:
     """In the flagged rows of all buffers, overwrite the victim, or entry slots (n, heads), with the last of lengths[r] entries.
 
-    The caller then forgets the last one. On the CPU one kernel serves all buffers.
+    The caller then forgets the last one.
     """
-    last = [length - 1 if flag else -1 for length, flag in zip(lengths, rows, strict=True)]
-    all_data = [buffer.data for buffer in buffers]
-    native = kernels.native(*all_data) and all(buffer.entry_bytes % 4 == 0 for buffer in buffers)
-    if native and isinstance(victim, Lightest) and victim.weights.dtype == torch.float32:
-        kernels.entries.drop_lightest(all_data, *victim, last)
-    else:
-        slots = victim.slots(lengths) if isinstance(victim, Lightest) else victim
-        if native:
-            kernels.entries.replace(all_data, slots, last)
-        else:
-            _replace(all_data, slots, last)
+    slots = victim.slots(lengths) if isinstance(victim, Lightest) else victim
     for buffer in buffers:
+        head = torch.arange(buffer.data.shape[1], device=buffer.data.device)
+        for row, (length, flag) in enumerate(zip(lengths, rows, strict=True)):
+            if flag:
+                buffer.data[row, head, slots[row]] = buffer.data[row, :, length - 1].clone()
         buffer.filled = max(length - flag for length, flag in zip(lengths, rows, strict=True))
-
-
-def _replace(all_data: Sequence[torch.Tensor], slots: torch.Tensor, last: Sequence[int]) -> None:
-    """The same as kernels.entries.replace in plain torch."""
-    for data in all_data:
-        head = torch.arange(data.shape[1], device=data.device)
-        for row, end in enumerate(last):
-            if end >= 0:
-                data[row, head, slots[row]] = data[row, :, end].clone()

@@ -34,7 +34,7 @@ def rounding() -> None:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The CPU in a GPU's place: with kernels=auto Triton's interpreter serves, and no numba kernel does."""
     monkeypatch.setitem(device.pretended, "cuda", True)
-    with kernels.without_numba(), torch.no_grad():
+    with kernels.plain_torch(), torch.no_grad():
         yield
 
 

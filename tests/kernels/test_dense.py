@@ -95,7 +95,7 @@ def test_steps_of_rows_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = [k.shape[2], k.shape[2] - 15]
     native = attention.attend_rows(q, k, v, lengths, 0.25)
     assert calls == [lengths]
-    with kernels.without_numba():
+    with kernels.plain_torch():
         plain = attention.attend_rows(q, k, v, lengths, 0.25)
     assert len(calls) == 1
     torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5)

@@ -35,7 +35,7 @@ def test_tokens_of_clusters(pick):
 
 
 @examples(30)
-def test_order_and_number_of_positions(pick):
+def test_order_of_positions(pick):
     h, length, m, seed = pick([2, 4, 6]), pick(1, 90), pick(1, 60), pick(0, 99)
     gen = torch.Generator().manual_seed(seed)
     m = min(m, length)
@@ -44,11 +44,6 @@ def test_order_and_number_of_positions(pick):
     for row, line in zip(chosen.flatten(0, 1), positions.ascending(chosen, length).flatten(0, 1), strict=True):
         held = sorted(p for p in row.tolist() if p >= 0)
         assert line.tolist() == held + [-1] * (m - len(held))
-    counts = positions.count_distinct(chosen, 2, length)
-    for row in range(2):
-        for head in range(2):
-            group = chosen[row, head * h // 2 : (head + 1) * h // 2].flatten().tolist()
-            assert counts[row, head] == len(set(group) - {-1})
 
 
 @pytest.mark.parametrize("bits", [4, 8])

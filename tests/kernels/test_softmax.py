@@ -48,7 +48,7 @@ def test_a_factor_comes_with_what_any_dtype_gives(dtype):
 
 
 def test_without_kernels_the_factor_is_the_same(monkeypatch):
-    monkeypatch.setitem(kernels.switches, "numba", False)
+    monkeypatch.setitem(kernels.switch, "on", False)
     logits = torch.randn(4, 50)
     expected = logits.softmax(-1)
     assert softmax_(logits) == FACTOR

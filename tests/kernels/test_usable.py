@@ -37,7 +37,7 @@ def not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("break_it", "why"), [(no_folder, "no locator"), (not_installed, "not installed")])
 def test_plain_torch_and_one_note(break_it: Break, why: str, monkeypatch: pytest.MonkeyPatch) -> None:
     x, centroids = torch.randn(2, 300, 16), torch.randn(2, 8, 16)
-    with kernels.without_numba():
+    with kernels.plain_torch():
         expected, _ = assign(x, centroids)
     break_it(monkeypatch)
     with pytest.warns(RuntimeWarning, match=f"plain torch runs, slower: .*{why}") as caught:
