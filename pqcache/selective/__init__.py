@@ -3,7 +3,7 @@
 from pqcache.selective.attach import attach
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.decode import Request, decode_loop, generate, generate_batch, record_batch, time_batch
+from pqcache.selective.decode import Request, generate, generate_batch, record_batch, time_batch
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.ledger import Ledger
@@ -37,7 +37,6 @@ __all__ = [
     "WatchedCall",
     "Watcher",
     "attach",
-    "decode_loop",
     "generate",
     "generate_batch",
     "likelihood",

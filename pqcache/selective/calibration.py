@@ -12,7 +12,7 @@ import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -118,22 +118,9 @@ def _fits(tensors: Tensors, layers: int, dims: Mapping[str, int]) -> bool:
 @torch.no_grad()
 def watch_text(model: PreTrainedModel, ids: torch.Tensor, watch: Callable[[WatchedCall], None]) -> None:
     """Run the model with full attention over token ids (1, t); watch(call) is called for each layer, from the first on."""
-    cache = SelectiveCache(model, _Dense())
-    cache.watchers.append(_TextWatcher(watch))
+    cache, watcher = SelectiveCache(model, Method()), Watcher()  # a Method alone keeps and attends everything
+    watcher.watch = watch  # type: ignore[method-assign]
+    cache.watchers.append(watcher)
     cache.begin([ids.shape[1]])
     with attach(model):
         model(input_ids=ids.to(home(model)), past_key_values=cache, use_cache=True, logits_to_keep=1)
-
-
-class _TextWatcher(Watcher):
-    def __init__(self, watch: Callable[[WatchedCall], None]) -> None:
-        self.call = watch
-
-    def watch(self, call: WatchedCall) -> None:
-        self.call(call)
-
-
-class _Dense(Method):
-    """Full attention, for the calibration pass alone."""
-
-    name: ClassVar[str] = "calibration"

@@ -180,15 +180,6 @@ def _logits(model: PreTrainedModel, cache: Any, ids: torch.Tensor, positions: to
     return out.logits[:, -1]
 
 
-def decode_loop(
-    model: PreTrainedModel, cache: Any, input_ids: torch.Tensor, *, max_new_tokens: int, graph: str = "off"
-) -> tuple[list[int], list[float]]:
-    """The likeliest tokens after input_ids (1, s), and the time of each since submission, on any transformers cache."""
-    (row,), marks = answer(model, cache, [Request(input_ids[0].tolist(), max_new_tokens)], graph=graph)
-    row.check()
-    return row.tokens, marks
-
-
 def generate(
     model: PreTrainedModel,
     method: Method,
@@ -247,23 +238,14 @@ def generate(
 
 
 def generate_batch(
-    model: PreTrainedModel,
-    method: Method,
-    requests: Sequence[Request],
-    *,
-    prefill_chunk: int | None = None,
-    attn: str = "auto",
-    lanes: Lanes | None = None,
-    prefill: Prefill | None = None,
-    kernels: str = "torch",
-    graph: str = "auto",
+    model: PreTrainedModel, method: Method, requests: Sequence[Request], **how: Any
 ) -> list[GenerationResult | NonFinite]:
     """Generation of several prompts at once under `method`, without times and bytes; in the order of the requests.
 
-    NonFinite stands where a row's logits held NaN or infinity. prefill: what `record_batch` made of the same requests. Arguments
-    and errors as of `generate`.
+    NonFinite stands where a row's logits held NaN or infinity. how: prefill_chunk, attn, lanes, kernels and graph of `generate`,
+    with its errors; prefill: what `record_batch` made of the same requests.
     """
-    with _Run(model, method, requests, prefill_chunk, attn, lanes, kernels, graph, prefill) as run:
+    with _Run(model, method, requests, **how) as run:
         rows, _ = run.answer()
     results: list[GenerationResult | NonFinite] = []
     for row in rows:
@@ -293,23 +275,14 @@ def record_batch(
 
 
 def time_batch(
-    model: PreTrainedModel,
-    method: Method,
-    ids: torch.Tensor,
-    *,
-    max_new_tokens: int,
-    prefill_chunk: int | None = None,
-    attn: str = "auto",
-    lanes: Lanes | None = None,
-    kernels: str = "torch",
-    graph: str = "auto",
+    model: PreTrainedModel, method: Method, ids: torch.Tensor, *, max_new_tokens: int, **how: Any
 ) -> GenerationResult:
     """Times and bytes of a whole batch: ids (n, s), prompts of one length, each answered by max_new_tokens tokens.
 
-    Bytes are sums over the rows, attended tokens means; token_ids are the first row's.
+    Bytes are sums over the rows, attended tokens means; token_ids are the first row's. how: as of `generate_batch`.
     """
     requests = [Request(row, max_new_tokens) for row in ids.tolist()]
-    with _Run(model, method, requests, prefill_chunk, attn, lanes, kernels, graph) as run:
+    with _Run(model, method, requests, **how) as run:
         rows, marks = run.answer()
         for row in rows:
             row.check()
@@ -324,11 +297,11 @@ class _Run:
         model: PreTrainedModel,
         method: Method,
         requests: Sequence[Request],
-        prefill_chunk: int | None,
-        attn: str,
-        lanes: Lanes | None,
-        kernels: str,
-        graph: str,
+        prefill_chunk: int | None = None,
+        attn: str = "auto",
+        lanes: Lanes | None = None,
+        kernels: str = "torch",
+        graph: str = "auto",
         prefill: Prefill | None = None,
     ) -> None:
         if not requests:

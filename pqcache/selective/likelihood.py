@@ -35,8 +35,7 @@ def score_loop(
     """Log-probabilities of ids[0, first:] and whether each is the likeliest token, with the time of each forward pass.
 
     ids (1, t). The first `prefill` tokens are one block, or blocks of prefill_chunk tokens. The others go one by one through the
-    decode path; the last one is only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end, as
-    `decode_loop` does.
+    decode path; the last one is only predicted. Nothing waits for the device but the clock. Raises NonFinite at the end.
     """
     ids = ids.to(home(model))
     clock = Clock(ids.device)

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from pqcache.harness.run import adapter
-from pqcache.selective import NonFinite, decode_loop
+from pqcache.selective import NonFinite, Request
+from pqcache.selective.decode import answer
 from pqcache.selective.likelihood import score_loop
 from tests.harness.cells import Capture, Command, Patch, rows, status, watch
 
@@ -32,14 +33,14 @@ class Scripted(torch.nn.Module):
 
 @pytest.mark.parametrize("bad_pass", [0, 1, 3])
 def test_nan_and_infinity_in_any_step_are_no_answer(bad_pass: int) -> None:
-    ids = torch.tensor([[1, 2, 3]])
     for value in (float("nan"), float("inf")):
         with pytest.raises(NonFinite):
-            decode_loop(Scripted(bad_pass, value), None, ids, max_new_tokens=4)  # type: ignore[arg-type]
+            answer(Scripted(bad_pass, value), None, [Request([1, 2, 3], 4)])[0][0].check()  # type: ignore[arg-type]
         with pytest.raises(NonFinite):
             score_loop(Scripted(bad_pass, value), None, torch.ones(1, 6, dtype=torch.long), first=1, prefill=2)  # type: ignore[arg-type]
-    tokens, _ = decode_loop(Scripted(bad_pass, float("-inf")), None, ids, max_new_tokens=4)  # type: ignore[arg-type]
-    assert len(tokens) == 4
+    (row,), _ = answer(Scripted(bad_pass, float("-inf")), None, [Request([1, 2, 3], 4)])  # type: ignore[arg-type]
+    row.check()
+    assert len(row.tokens) == 4
 
 
 def test_a_row_with_a_failed_sample_has_no_score(

@@ -11,7 +11,8 @@ from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.api.drive import Session, logits, pad_left, tokens
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, decode_loop, generate
+from pqcache.selective import Budget, NotApplicable, Request, SelectiveCache, attach, generate
+from pqcache.selective.decode import answer
 from tests.invariants.cases import SMALL, Case, each_kind
 from tests.invariants.conftest import build
 
@@ -156,8 +157,8 @@ def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, kind: Case)
     cache = SelectiveCache(llama, kind.noop())
     first, second = torch.tensor([tokens(40, 1)]), torch.tensor([tokens(10, 2)])
     with attach(llama):
-        new, _ = decode_loop(llama, cache, first, max_new_tokens=5)
-        history = torch.cat([first, torch.tensor([new]), second], 1)
+        (row,), _ = answer(llama, cache, [Request(first[0].tolist(), 5)])
+        history = torch.cat([first, torch.tensor([row.tokens]), second], 1)
         options = {
             "do_sample": False,
             "eos_token_id": None,
