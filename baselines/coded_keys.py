@@ -23,7 +23,6 @@ from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
-from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import BufferCodec, TokenCodec, right_align
 from pqcache.store.quantizer import pack_codes, unpack_codes
@@ -48,6 +47,8 @@ class SignCodec(BufferCodec):
 class CodedKeyIndex(Index):
     """A second copy of one layer's keys, in codes: as they are, or rotated, or rotated after their mean is taken away."""
 
+    per_row = ("codec", "mean")
+    counted = ("rotation",)
     scope = "all"
 
     def __init__(self, codec: BufferCodec, reduce: str, rotates: bool = False, centers: bool = False) -> None:
@@ -82,14 +83,6 @@ class CodedKeyIndex(Index):
             return q
         self.rotation = random_matrix(q.shape[-1], "rotation", q.device)
         return q.to(accumulator_dtype(q)) @ self.rotation.mT.to(accumulator_dtype(q))
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.codec.map_rows(index)
-        map_state(self, ("mean",), index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = [self.mean, getattr(self, "rotation", None)]
-        return {"device": self.codec.tensors() + [x for x in own if x is not None]}
 
 
 def products(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:

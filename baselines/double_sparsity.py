@@ -35,7 +35,6 @@ from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.base import joined
 from pqcache.store.codec import ExactCodec, TokenCodec
 
 from .coded_keys import CodedKeyIndex
@@ -83,6 +82,7 @@ def rounded(x: torch.Tensor, bits: int) -> torch.Tensor:
 class LabelIndex(CodedKeyIndex):
     """The label cache of one layer: the heavy channels of every key, in few bits; H is h_kv, or h with per_query_head."""
 
+    counted = ("channels",)
     scope = "candidates"
 
     def __init__(self, method: DoubleSparsity) -> None:
@@ -112,9 +112,6 @@ class LabelIndex(CodedKeyIndex):
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         return super().score_at(q, per_head(indices, q.shape[1]) if self.method.per_query_head else indices, ctx)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), {"device": [] if self.channels is None else [self.channels]})
 
 
 @dataclass(kw_only=True)

@@ -122,6 +122,7 @@ class SpeculativeIndex(Index):
     """Partial keys k A[:, columns] of one layer's tokens. The choice is made while the layer before runs; `select` returns it."""
 
     per_row = ("partial",)
+    counted = ("basis",)
 
     def __init__(self, method: InfiniGen) -> None:
         self.method, self.reduce = method, str(method.reduce)
@@ -208,10 +209,6 @@ class SpeculativeIndex(Index):
         if choice is None:
             raise RuntimeError("InfiniGen chooses while the layer before runs, and nothing was chosen")
         return choice
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        held = [] if self.partial is None else [self.partial.data]
-        return {"device": held if self.basis is None else [*held, self.basis]}
 
 
 @dataclass(kw_only=True)

@@ -90,13 +90,6 @@ class ChannelCodec(Codec):
     def clear(self) -> None:
         self.parts = []
 
-    def map_rows(self, index: torch.Tensor) -> None:
-        for buffer in self.parts:
-            buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [b.data for b in self.parts]
-
 
 def accounted_ratio(tokens: int, bits: int = 2, group: int = 32, residual: int = 128) -> float:
     """16-bit K + V over codes, 16-bit parameters and exact tails at `tokens` tokens, by KIVI's rules; no buffer capacity."""

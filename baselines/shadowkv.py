@@ -27,10 +27,9 @@ from pqcache.selective.group import per_head, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_rotated
-from pqcache.store.base import RetrievalStore, joined
+from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.codec import right_align
 from pqcache.store.host import HOST
@@ -51,6 +50,8 @@ class ShadowPlan(Plan):
 class ShadowStore(RetrievalStore):
     """The chunked prefix as low-rank keys and host values, its outliers and everything later exact on the device."""
 
+    per_row = ("lengths", "prefix", "low", "basis", "exact", "values", "tail")
+    on_host = ("values",)
     low: Buffer  # (n, 1, capacity, r): keys before their rotation, by `basis`; made by `load`
     basis: torch.Tensor  # (n, h_kv, r, d)
     values: Buffer  # (n, h_kv, capacity, d), on the host
@@ -124,15 +125,6 @@ class ShadowStore(RetrievalStore):
                 x[row, :, prefix:length] = tail[row, :, : length - prefix]
             out.append(x)
         return out[0], out[1]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        map_state(self, ("lengths", "prefix", "low", "basis", "values"), index)
-        self.tail.map_rows(index)
-        self.exact = [x.index_select(0, index.to(x.device)) for x in self.exact]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = {"device": [self.low.data, self.basis, *self.exact], "host": [self.values.data]}
-        return joined(own, self.tail.tensors()) if self.lengths else {}
 
 
 class LandmarkIndex(Index):

@@ -45,6 +45,8 @@ class WindowScorer(Scorer):
     refreshes: the queries are kept, and those of the answer added, so that it can rank again at any step.
     """
 
+    per_row = ("window",)
+
     def __init__(self, w: int, refreshes: bool = False) -> None:
         self.window, self.refreshes = QueryWindow(w), refreshes
         self.ended = False  # the queries held are of a prompt that has ended, and of its answer
@@ -71,12 +73,6 @@ class WindowScorer(Scorer):
         """As `head_scores`; a query sees the entries whose tokens come before its own."""
         assert self.window.q is not None
         return self.window.sums_at(k, positions, lengths, seen, scaling)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.window.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return self.window.tensors()
 
 
 @dataclass(kw_only=True)

@@ -24,7 +24,6 @@ from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
-from pqcache.store.base import joined
 from pqcache.store.drop import Lightest
 
 from .snapkv import WindowScorer
@@ -35,6 +34,8 @@ ROOM = 64  # tokens by which a step's weights may grow before they are allocated
 
 class NewestQueryScorer(WindowScorer):
     """Attention of the newest query, averaged over all query heads."""
+
+    counted = ("step",)
 
     def __init__(self, h_kv: int) -> None:
         super().__init__(1)
@@ -53,9 +54,6 @@ class NewestQueryScorer(WindowScorer):
         width = width if width >= max(lengths) else max(lengths) + ROOM
         self.step = self.step.new_zeros((n, self.h_kv, width))
         return self.step
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), {"device": [] if self.step is None else [self.step]})
 
 
 @dataclass(kw_only=True)

@@ -65,6 +65,8 @@ class TurboCodec(BufferCodec):
     rotated: tokens come rotated and are decoded so.
     """
 
+    counted = ("matrices",)
+
     def __init__(self, bits: int, sketch: bool = False, rotated: bool = False) -> None:
         super().__init__()
         self.bits, self.sketch, self.rotated = bits - sketch, sketch, rotated
@@ -99,9 +101,6 @@ class TurboCodec(BufferCodec):
             unit = unit + math.sqrt(math.pi / 2) / self.d * parts[3].to(dtype) * (signs @ self._matrix("sketch", unit))
         unit = unit if self.rotated else unit @ self._matrix("rotation", unit)
         return finite(unit * parts[1].to(dtype), self.dtype)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return super().tensors() + self.matrices
 
 
 @dataclass(kw_only=True)

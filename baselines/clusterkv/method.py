@@ -56,7 +56,7 @@ class ClusterPlan(Plan):
 class ClusterIndex(Index):
     """Clusters of one layer's keys after the sinks. `order` lists positions cluster by cluster, ascending inside each."""
 
-    per_row = ("centroids", "sizes", "order", "counts", "ends", "windows")
+    per_row = ("centroids", "sizes", "order", "counts", "ends", "windows", "chosen")
 
     def __init__(self, method: ClusterKV) -> None:
         self.method = method
@@ -229,13 +229,6 @@ class ClusterIndex(Index):
             hits = (now & known).sum(-1) / now.sum(-1).clamp_min(1)
             ctx.cache.ledger.mean("cluster_hit_rate", hits.mean())
         self.chosen = [*self.chosen, now][-self.method.cache_steps :]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        self.chosen = [x.index_select(0, index.to(x.device)) for x in self.chosen]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [*super().tensors()["device"], *self.chosen]}
 
 
 @dataclass(kw_only=True)

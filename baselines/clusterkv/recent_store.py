@@ -6,7 +6,6 @@ from collections.abc import Callable
 
 import torch
 
-from pqcache.store.base import joined
 from pqcache.store.cached import CachedStore
 
 
@@ -15,6 +14,9 @@ class RecentStore(CachedStore):
 
     They are held per head of the selection. Where every query head chooses, a group may hold the same token several times.
     """
+
+    per_row = (*CachedStore.per_row, "positions", "fetched")
+    on_host = ("host", "positions")
 
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], steps: int) -> None:
         super().__init__(n_sink, n_local, moved)
@@ -41,12 +43,3 @@ class RecentStore(CachedStore):
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         self.positions = [*self.positions, index.to(torch.int32)][-self.steps :]
         self.fetched = [*self.fetched, fetched][-self.steps :]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        self.positions = [x.index_select(0, index.to(x.device)) for x in self.positions]
-        self.fetched = [[x.index_select(0, index.to(x.device)) for x in step] for step in self.fetched]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = {"device": [x for step in self.fetched for x in step], "host": self.positions}
-        return joined(super().tensors(), own)

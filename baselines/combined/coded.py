@@ -31,13 +31,14 @@ from pqcache.selective.quantization import QuantizationMethod, attend_everything
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import exact_copy
-from pqcache.store.base import RetrievalStore, joined
+from pqcache.store.base import RetrievalStore
 from pqcache.store.resident import ResidentStore
 
 
 class CodedRetrievalLayer(RetrievalLayer):
     """Selects as `method` does, from a packed store that lasts as long as the request."""
 
+    per_row = (*RetrievalLayer.per_row, "packed")
     observes = True  # for its store's probes
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod, codec: QuantizationMethod) -> None:
@@ -72,14 +73,6 @@ class CodedRetrievalLayer(RetrievalLayer):
 
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: LayerContext) -> None:
         self.packed.observe_step(q, lse, ctx.scaling)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.store is not self.packed:  # during a prompt it holds only what it observed
-            self.packed.map_rows(index)
-        super().map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), {} if self.store is self.packed else self.packed.tensors())
 
 
 class CodedEvictionLayer(EvictionLayer):

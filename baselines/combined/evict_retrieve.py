@@ -23,14 +23,14 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import TOKEN_RULES, Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.store.base import joined
 from pqcache.store.resident import ResidentStore
 
 
 class EvictRetrieveLayer(RetrievalLayer):
     """A retrieval layer whose store and index hold what an evictor left of the prompt; the evictor records its positions."""
+
+    per_row = (*RetrievalLayer.per_row, "evictor", "dropped")
 
     def __init__(self, layer_idx: int, shape: ModelShape, retriever: RetrievalMethod, evictor: EvictionMethod) -> None:
         self.evictor = Evictor(evictor, layer_idx, shape)
@@ -83,14 +83,6 @@ class EvictRetrieveLayer(RetrievalLayer):
 
     def held_positions(self) -> torch.Tensor | None:
         return self.evictor.where(self.store.lengths)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        self.evictor.follow_rows(index)
-        map_state(self, ("dropped",), index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), self.evictor.own_tensors())
 
 
 def evicts(cls: type[Any]) -> bool:

@@ -38,6 +38,8 @@ from ..kvcrush import KVCrush
 class SplitStore(Store):
     """K and V of entries in a packed part, which comes first in every row, and an exact one, which grows."""
 
+    per_row = ("packed", "exact")
+
     def __init__(self, packed: PackedStore, exact: ResidentStore) -> None:
         self.packed, self.exact = packed, exact
 
@@ -71,13 +73,6 @@ class SplitStore(Store):
                 both[row, :, a : a + b] = exact[row, :, :b]
             out.append(both)
         return out[0], out[1]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.packed.map_rows(index)
-        self.exact.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": self.packed.tensors()["device"] + self.exact.tensors()["device"]}
 
 
 class MixedLayer(EvictionLayer):

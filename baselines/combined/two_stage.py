@@ -62,6 +62,8 @@ def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
 class TwoStageIndex(Index):
     """The indexes of both stages. The second scores the shortlist, and what is attended anyway if its softmax includes it."""
 
+    per_row = ("first", "second")
+
     def __init__(self, method: TwoStage, first: Index, second: Index) -> None:
         self.method, self.first, self.second = method, first, second
         self.reduce, self.scope = second.reduce, second.scope
@@ -173,14 +175,6 @@ class TwoStageIndex(Index):
         logits = capped(self.second.score_at(q, scored, ctx), ctx.scaling)
         outside = (scored < 0).repeat_interleave(q.shape[1] // scored.shape[1], dim=1)
         return logits.masked_fill(outside, -torch.inf), scored.shape[2] - shortlist.shape[2]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.first.map_rows(index)
-        self.second.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        first, second = self.first.tensors(), self.second.tensors()
-        return {tier: [*first.get(tier, []), *second.get(tier, [])] for tier in {**first, **second}}
 
 
 def shortens(cls: type[Any]) -> bool:

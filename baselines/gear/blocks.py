@@ -107,6 +107,7 @@ class BlockCodec(Codec):
     Subclasses define which numbers make a vector, and where its parameters and outliers are stored.
     """
 
+    per_row = ("parts", "runs")
     per_token = False  # whether parameters and outliers have one entry per token; if not, some entries per block
 
     def __init__(
@@ -284,14 +285,8 @@ class BlockCodec(Codec):
             self.runs[row] = []
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if self.runs:
-            self.runs = [list(self.runs[i]) for i in index.tolist()]
-            self.shape = (len(self.runs), *self.shape[1:])
-        for buffer in self.parts.values():
-            buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [buffer.data for buffer in self.parts.values()]
+        super().map_rows(index)
+        self.shape = (len(self.runs), *self.shape[1:])
 
 
 class KeyCodec(BlockCodec):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from pqcache.store.buffer import STEP, Buffer
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import table
 
 HOST = torch.device("cpu")
@@ -17,11 +18,13 @@ def block_step(block: int) -> int:
     return max(1, STEP // block)
 
 
-class BlockStore:
+class BlockStore(RowState):
     """Blocks on the model's device, all of them: (n, 1, capacity, 2, h_kv, block, d), K and V of a block side by side.
 
     Row r holds `counts[r]` blocks. A unit is what chooses blocks: the whole layer, or each query head.
     """
+
+    per_row = ("blocks", "counts")
 
     def __init__(self, n: int, like: torch.Tensor, block: int, device: torch.device | None = None) -> None:
         """like (n, h_kv, t, d): heads, dimension, dtype and device of the tokens to come."""
@@ -66,13 +69,6 @@ class BlockStore:
         """All blocks of one row on the device: (2, h_kv, tokens, d)."""
         return self.blocks.data[row, 0, : self.counts[row]].permute(1, 2, 0, 3, 4).flatten(2, 3)
 
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.blocks.map_rows(index)
-        self.counts = [self.counts[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [self.blocks.data]}
-
 
 class HostBlockStore(BlockStore):
     """Blocks in pinned host memory; of each unit the `cached` most recently used ones (LRU) also on the device.
@@ -80,6 +76,9 @@ class HostBlockStore(BlockStore):
     Attention reads the device copies only: a requested block that is not cached is fetched first (`fetch` in the ledger). A new
     block is written to the host once (`write_back`). If more than `cached` blocks are requested at once, all of them are cached.
     """
+
+    per_row = ("blocks", "counts", "pool", "recent")
+    on_host = ("blocks",)
 
     def __init__(
         self, n: int, like: torch.Tensor, block: int, units: int, cached: int, moved: Callable[[str, int], None]
@@ -149,11 +148,3 @@ class HostBlockStore(BlockStore):
         rows = super().whole(row)
         self.moved("fetch", rows.numel() * rows.element_size())
         return rows.to(self.device)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        self.pool.map_rows(index)
-        self.recent = [[dict(unit) for unit in self.recent[i]] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [self.pool.data], "host": [self.blocks.data]}

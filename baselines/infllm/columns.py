@@ -7,15 +7,18 @@ from collections.abc import Sequence
 import torch
 
 from pqcache.store.buffer import STEP, Buffer, round_up
+from pqcache.store.row_state import RowState
 
 _SLACK = STEP // 2  # tokens appended before columns move to the front of their buffer again
 
 
-class Columns:
+class Columns(RowState):
     """The newest columns of several tensors (n, heads, columns, *rest), which slide together.
 
     Columns count what a left-padded batch has seen, so all rows share them: row r's position p is column p + its padding.
     """
+
+    per_row = ("buffers",)
 
     def __init__(self, like: Sequence[torch.Tensor]) -> None:
         self.buffers = [Buffer.like(x) for x in like]
@@ -50,10 +53,3 @@ class Columns:
             fresh.data[:, :, : self.end - oldest] = self.view(i, oldest, self.end)
             buffer.data = fresh.data
         self.base = oldest
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        for buffer in self.buffers:
-            buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [buffer.data for buffer in self.buffers]

@@ -14,7 +14,6 @@ from pqcache.selective.dense import dense_prefill, prefill_and_sum
 from pqcache.selective.index import Candidates, Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
-from pqcache.store.base import joined
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
@@ -31,6 +30,8 @@ class InfLLMLayer(SelectiveLayer):
     plan: of a prompt, or of a step after so many tokens, where the method `replans`. dense_prefill: as the method's option.
     most: tokens that a step may attend, with whole blocks; None: as planned.
     """
+
+    per_row = ("memory", "staged", "final")
 
     def __init__(
         self,
@@ -288,21 +289,6 @@ class InfLLMLayer(SelectiveLayer):
             c, s = pure_rotation(*rope.tables(ctx.rotary, cos, at))
             ctx.step.masks[key] = (c * cos + s * sin, s * cos - c * sin)
         return rope.rotate(ctx.module, q.to(cos.dtype), *ctx.step.masks[key])
-
-    # -- rows and bytes ---------------------------------------------------------------------------------------------
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.memory is None:
-            return
-        self.memory.map_rows(index)
-        if self.staged is not None:
-            self.staged.map_rows(index)
-        self.final = [self.final[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        if self.memory is None:
-            return {}
-        return joined(self.memory.tensors(), {} if self.staged is None else self.staged.tensors())
 
 
 def add_mass(sums: torch.Tensor, local: Part, joint: Part) -> None:

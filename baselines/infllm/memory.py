@@ -12,11 +12,10 @@ from pqcache.selective.budget import Plan
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape
-from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import table
 
 from .block_store import BlockStore, HostBlockStore, block_step
@@ -67,11 +66,13 @@ class Reach:
         return self.sinks > 0 or self.remainder[0] < self.remainder[1]
 
 
-class BlockMemory:
+class BlockMemory(RowState):
     """All tokens of one layer. Positions of a row: [sinks | blocks | remainder | window]; the first three are far.
 
     `near` holds remainder and window of all rows. Sizes are per row, in Python integers.
     """
+
+    per_row = ("near", "blocks", "reps", "sinks", "lengths", "left", "plans", "cut")
 
     def __init__(self, sizes: Sizes, shape: ModelShape, k: torch.Tensor, moved: Callable[[str, int], None]) -> None:
         """k (n, h_kv, t, d): rows, heads, dtype and device of the keys to come. moved: counts bytes sent to or from the host."""
@@ -250,17 +251,6 @@ class BlockMemory:
         return store
 
     # -- rows and bytes ---------------------------------------------------------------------------------------------
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-        for part in (self.near, self.blocks, self.reps):
-            part.map_rows(index)
-        self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
-        map_state(self, ("lengths", "left", "plans", "cut"), index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier -> every tensor kept between steps."""
-        return joined(self.blocks.tensors(), {"device": [*self.near.tensors(), *self.sinks, self.reps.data]})
 
 
 def pure_rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -22,6 +22,7 @@ from pqcache.store.quantizer import (
     quantize,
     unpack_codes,
 )
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import send, table
 
 from .widths import Widths, grow
@@ -34,8 +35,10 @@ def pick(x: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     return take_tokens(x, indices.clamp(0, x.shape[2] - 1), indices.shape[1] // x.shape[1])
 
 
-class Subset:
+class Subset(RowState):
     """The tokens of one bit width: codes by slot, and their parameters."""
+
+    per_row = ("codes", "step", "low", "first", "filled")
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
@@ -46,9 +49,6 @@ class Subset:
         # (n, h_kv, segments) int32: each segment's first slot; None if there is one segment
         self.first: torch.Tensor | None = None
         self.filled: list[list[int]] = []  # slots in use, per row and head
-
-    def names(self) -> list[str]:
-        return [name for name in ("codes", "step", "low", "first") if getattr(self, name) is not None]
 
     def put(self, name: str, row: int, heads: int, starts: list[int], x: torch.Tensor) -> None:
         """x (1 or heads, count, rest) into `name` of one row, each head from its own slot on."""
@@ -80,10 +80,13 @@ class MixedCodec(Codec):
     widths: shared by K and V. owner: whether this codec keeps it up to date; K's does.
     """
 
+    per_row = ("subsets", "scale", "owned")
+
     def __init__(
         self, bits: tuple[int, int], by: str, widths: Widths, *, owner: bool, segment: bool = False, group: int = 32
     ) -> None:
-        self.by, self.widths, self.owner, self.segment, self.group = by, widths, owner, segment, group
+        self.by, self.widths, self.segment, self.group = by, widths, segment, group
+        self.owned = widths if owner else None
         self.bits = bits
         self.balanced = False
         self.query_max: torch.Tensor | None = None  # (n, h_kv, d): max |q| of a prompt that is to be packed
@@ -96,7 +99,7 @@ class MixedCodec(Codec):
 
     def clear(self) -> None:
         self.reset()
-        if self.owner:
+        if self.owned is not None:
             self.widths.clear()
 
     # -- packing ----------------------------------------------------------------------------------------------------
@@ -104,7 +107,7 @@ class MixedCodec(Codec):
     def append(self, x: torch.Tensor, starts: Sequence[int], counts: Sequence[int]) -> None:
         n, h_kv, t, self.d = x.shape
         self.dtype = x.dtype
-        if self.owner:
+        if self.owned is not None:
             self.widths.append(starts, counts)
         rows = [x[row, :, t - count :].detach() for row, count in enumerate(counts)]
         scale = self._scale(rows)  # (n, h_kv, d) of the new tokens, or None
@@ -123,7 +126,7 @@ class MixedCodec(Codec):
                 self._append_by_token(subset, new)
             for r, part in enumerate(new):
                 subset.filled[r] = [start + part.shape[1] for start in subset.filled[r]]
-        if not self.owner:
+        if self.owned is None:
             self.widths.announce([], [])  # V is packed after K: nobody needs the announcement any more
 
     def _members(self, x: torch.Tensor, row: int, salient: bool) -> torch.Tensor:
@@ -247,9 +250,9 @@ class MixedCodec(Codec):
     # -- reading ----------------------------------------------------------------------------------------------------
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
-        device = self.widths.tensors()[0].device
-        n = self.widths.tensors()[0].shape[0]
-        return self.take(torch.arange(lo, hi, device=device).expand(n, 1, -1))
+        marks = self.widths.marks
+        assert marks is not None
+        return self.take(torch.arange(lo, hi, device=marks.device).expand(len(marks), 1, -1))
 
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         salient, slot = self.widths.rank(indices, group)
@@ -337,22 +340,5 @@ class MixedCodec(Codec):
                     for x in (subset.step, subset.low)
                 )
             subset.codes = pick(subset.codes, slots) if longest else subset.codes[:, :, :0].clone()
-        if self.owner:
+        if self.owned is not None:
             self.widths.retain(indices, counts)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.owner:
-            self.widths.map_rows(index)
-        rows = index.tolist()
-        for subset in self.subsets:
-            for name in subset.names():
-                x = getattr(subset, name)
-                setattr(subset, name, x.index_select(0, index.to(x.device)))
-            subset.filled = [list(subset.filled[i]) for i in rows] if subset.filled else []
-        if self.scale is not None:
-            self.scale = self.scale.index_select(0, index.to(self.scale.device))
-
-    def tensors(self) -> list[torch.Tensor]:
-        out = [getattr(subset, name) for subset in self.subsets for name in subset.names()]
-        out += [] if self.scale is None else [self.scale]
-        return out + (self.widths.tensors() if self.owner else [])

@@ -31,6 +31,8 @@ class SalientStore(PackedStore):
     last_step: of generated tokens only the last before a packing is a probe, as in the released code.
     """
 
+    per_row = ("k", "v", "sums", "seen_by", "query_max")
+
     def __init__(
         self, k: PackedStream, v: PackedStream, widths: Widths, *, ratio: float, rule: ProbeRule, norm: str, scope: str,
         gap: int, newest: float = 0.0, balance: bool = False, last_step: bool = False,
@@ -250,14 +252,3 @@ class SalientStore(PackedStore):
             for new, x in zip((self.sums, self.seen_by), old, strict=True):
                 held = x[row].gather(1, slot.clamp(0, x.shape[2] - 1))
                 new[row, :, : count - body[row]] = held.masked_fill(slot < 0, 0)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        for name in ("sums", "seen_by", "query_max"):
-            x = getattr(self, name)
-            if x is not None:
-                setattr(self, name, x.index_select(0, index.to(x.device)))
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = [x for x in (self.sums, self.seen_by, self.query_max) if x is not None]
-        return {"device": super().tensors()["device"] + own}

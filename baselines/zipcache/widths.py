@@ -8,6 +8,7 @@ import torch
 
 from pqcache.store.buffer import take_tokens
 from pqcache.store.quantizer import pack_codes, popcount, unpack_codes
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import table
 
 BLOCK = 64  # tokens per count of salient tokens before them
@@ -22,12 +23,14 @@ def grow(x: torch.Tensor, size: int, dim: int = 2) -> torch.Tensor:
     return torch.cat([x, x.new_zeros(shape)], dim)
 
 
-class Widths:
+class Widths(RowState):
     """Which tokens are salient, per KV head: one bit each, and per 64 tokens a count, which together give a token's slot.
 
     A token's slot is its rank among the tokens of its width. K and V have the same widths and share this object; K's codec
     keeps it up to date.
     """
+
+    per_row = ("marks", "before")
 
     def __init__(self) -> None:
         self.coming: list[torch.Tensor] = []  # per row of the next append: which tokens are salient (h_kv, count) bool
@@ -90,11 +93,3 @@ class Widths:
         bits, _ = self.rank(indices)
         column = torch.arange(indices.shape[2], device=indices.device)
         self.write(bits & (column < table(counts, indices.device)[:, None, None]))
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.marks is not None and self.before is not None:
-            index = index.to(self.marks.device)
-            self.marks, self.before = self.marks.index_select(0, index), self.before.index_select(0, index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [] if self.marks is None or self.before is None else [self.marks, self.before]

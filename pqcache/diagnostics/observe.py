@@ -22,6 +22,7 @@ from pqcache.selective.index import Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, WatchedCall, Watcher
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.resident import ResidentStore
+from pqcache.store.row_state import RowState, map_state
 
 # Array -> its meaning, per layer, row, query head and step; NaN where it is not defined.
 ARRAYS = {
@@ -47,8 +48,10 @@ TOP_STAY = 64
 TOP_HIT = 10
 
 
-class Shadow:
+class Shadow(RowState):
     """All K and V of one layer, exactly: of its store if that has them, else of a copy."""
+
+    per_row = ("copy",)
 
     def __init__(self) -> None:
         self.copy: ResidentStore | None = None
@@ -80,10 +83,6 @@ class Shadow:
             return None
         store = layer.store
         return store if type(store) is ResidentStore and store.lengths == total else None
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.copy is not None:
-            self.copy.map_rows(index)
 
 
 class Measures(Watcher):
@@ -204,20 +203,7 @@ class Measures(Watcher):
         return None, None
 
     def map_rows(self, index: torch.Tensor) -> None:
-        for shadow in self.shadows.values():
-            shadow.map_rows(index)
-        for at, pair in self.pages.items():
-            self.pages[at] = (
-                pair[0].index_select(0, index.to(pair[0].device)),
-                pair[1].index_select(0, index.to(pair[1].device)),
-            )
-        for state in (self.held, self.first_top):
-            for at, x in state.items():
-                state[at] = None if x is None else x.index_select(0, index.to(x.device))  # type: ignore[assignment]
-        if self.prompt:
-            self.prompt = [self.prompt[i] for i in index.tolist()]
-        if self.positions is not None:
-            self.positions = self.positions.index_select(0, index.to(self.positions.device))
+        map_state(self, ("shadows", "pages", "held", "first_top", "prompt", "positions"), index)
 
     def arrays(self) -> dict[str, torch.Tensor]:
         """ARRAYS as (layers, n, h, steps) fp32 on the CPU; "ranks" (layers, n, h, steps, tracked) and "positions" (n, tracked);

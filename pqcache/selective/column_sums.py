@@ -13,6 +13,7 @@ import torch
 
 from pqcache import kernels
 from pqcache.kernels.scaling import cap_, capped, sinks_of
+from pqcache.store.row_state import RowState
 
 BLOCK = 128  # queries whose logits exist at a time
 TILE = 4096  # keys cast to fp32 at a time
@@ -196,8 +197,10 @@ def _over_queries(probs: torch.Tensor) -> torch.Tensor:
     return (probs.new_ones(1, probs.shape[2]) @ probs)[:, :, 0]
 
 
-class QueryWindow:
+class QueryWindow(RowState):
     """The last w queries of a prompt, kept across its chunks until `clear`."""
+
+    per_row = ("q", "counts")
 
     def __init__(self, w: int) -> None:
         self.w = w
@@ -248,11 +251,3 @@ class QueryWindow:
                 probs *= torch.sigmoid(logits.logsumexp(-1) - sinks)[..., None]
             sums[row, :, :length] = probs.sum(2).flatten(0, 1)
         return sums
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.q is not None:
-            self.q = self.q.index_select(0, index.to(self.q.device))
-            self.counts = [self.counts[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {} if self.q is None else {"device": [self.q]}

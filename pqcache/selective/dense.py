@@ -92,6 +92,7 @@ def _to_the_left(x: torch.Tensor, counts: list[int]) -> torch.Tensor:
 class DenseLayer(SelectiveLayer):
     """Keeps everything and attends to everything: the full cache, and the dense first layers of other methods."""
 
+    per_row = ("store",)
     is_croppable = True
     attends_all = True
 
@@ -119,12 +120,6 @@ class DenseLayer(SelectiveLayer):
 
     def step_parts(self) -> StepParts:
         return StepParts(self.store)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.store.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return self.store.tensors()
 
     def truncate(self, tokens: int) -> None:
         self.store.truncate(tokens)

@@ -23,7 +23,6 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import StagedLayer
-from pqcache.store.base import joined
 from pqcache.store.buffer import dense, take_tokens
 from pqcache.store.drop import Lightest, drop
 from pqcache.store.resident import ResidentStore
@@ -64,6 +63,7 @@ class EvictionLayer(Evictor, StagedLayer):
     Where the method repeats K and V, what is kept has h heads: the prompt is staged as it comes, and repeated when it is settled.
     """
 
+    per_row = ("staged", "store", *Evictor.per_row)
     method: EvictionMethod
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: EvictionMethod) -> None:
@@ -180,15 +180,6 @@ class EvictionLayer(Evictor, StagedLayer):
 
     def held_positions(self) -> torch.Tensor | None:
         return self.where(self.store.lengths)
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        if self.store is not self.staged:
-            self.store.map_rows(index)
-        self.follow_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), self.store.tensors(), self.own_tensors())
 
 
 def kept_of(k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: list[int]) -> ResidentStore:

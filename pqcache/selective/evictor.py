@@ -14,12 +14,11 @@ from pqcache.selective.budget import Allowance, Plan, refreshed_to
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
-from pqcache.selective.row_state import map_state
 from pqcache.selective.scorer import Prompt, Scorer
 from pqcache.selective.shape import ModelShape, NotApplicable
-from pqcache.store.base import joined
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import send, table
 
 
@@ -160,9 +159,10 @@ def join_rows(rows: list[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
     return slots, counts
 
 
-class Evictor:
+class Evictor(RowState):
     """An eviction method's choice in one layer, wherever K and V are stored: which entries stay, and their positions."""
 
+    per_row: ClassVar[tuple[str, ...]] = ("scorer", "seen", "kept", "noted", "plans", "pool", "grown", "positions")
     least = 0  # entries that are kept at least, of those there are
 
     def __init__(self, method: EvictionPolicy, layer_idx: int, shape: ModelShape) -> None:
@@ -346,16 +346,6 @@ class Evictor:
         self.positions = Buffer.like(positions)
         self.positions.write(positions, [0] * len(counts), [positions.shape[2]] * len(counts))
         self.noted = list(counts)
-
-    def follow_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-        self.scorer.map_rows(index)
-        map_state(self, ("seen", "kept", "noted", "plans", "pool", "grown", "positions"), index)
-
-    def own_tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier -> tensors kept between steps, K and V apart."""
-        positions = [] if self.positions is None else [self.positions.data]
-        return joined(self.scorer.tensors(), {"device": positions})
 
 
 def share_out(wanted: list[int], held: list[int]) -> list[int]:

@@ -33,9 +33,9 @@ from pqcache.selective.attention import Part, merge, row_mask
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, per_head, top_tokens
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.row_state import RowState
 from pqcache.selective.shape import ModelShape
 from pqcache.store.base import RetrievalStore
+from pqcache.store.row_state import RowState
 from pqcache.store.step import PQCodes
 from pqcache.store.transfer import table
 

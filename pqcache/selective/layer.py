@@ -19,6 +19,7 @@ from pqcache.selective.hybrid import HybridCache
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
+from pqcache.store.row_state import RowState
 from pqcache.store.step import StepParts, Substitute, Window
 
 
@@ -131,8 +132,11 @@ class Watcher:
         """Row i became what row index[i] was."""
 
 
-class SelectiveLayer(CacheLayerMixin):
-    """Base of all layers. A family writes `prefill`, `finish_prompt` and `decode`; most start from StagedLayer."""
+class SelectiveLayer(CacheLayerMixin, RowState):
+    """Base of all layers. A family writes `prefill`, `finish_prompt` and `decode`; most start from StagedLayer.
+
+    What it keeps is named in `per_row`, see RowState.
+    """
 
     is_sliding = False
     is_croppable = False
@@ -180,14 +184,6 @@ class SelectiveLayer(CacheLayerMixin):
 
     def wait(self) -> None:
         """Wait for everything that runs beside the model (copies, index builds: `cache.lanes`)."""
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was, in every state tensor (beam search, repeat, select)."""
-        raise NotImplementedError
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier -> every tensor this layer keeps between steps."""
-        raise NotImplementedError
 
     def step_parts(self) -> StepParts | Window | None:
         """What the decode steps to come depend on, for a substitute. None: no substitute can do them."""

@@ -73,6 +73,7 @@ def attend_everything(layer: SelectiveLayer, store: Any, q: torch.Tensor, ctx: L
 class QuantizationLayer(StagedLayer):
     """Packed body + exact tail; see PackedStore for when a tail token is packed."""
 
+    per_row = ("staged", "store")
     attends_all = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: QuantizationMethod) -> None:
@@ -101,13 +102,6 @@ class QuantizationLayer(StagedLayer):
         out = attend_everything(self, self.store, q, ctx)
         self.store.pack()
         return out
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        self.store.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": super().tensors()["device"] + self.store.tensors()["device"]}
 
 
 @dataclass(kw_only=True)

@@ -18,13 +18,14 @@ from transformers import PreTrainedConfig
 from pqcache.selective.attention import attend_ragged
 from pqcache.selective.budget import Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
-from pqcache.selective.evictor import join_rows
+from pqcache.selective.evictor import Evictor, join_rows
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import WITH_SINKS
 from pqcache.store.ragged import Ragged, RaggedStore
 from pqcache.store.resident import ResidentStore
+from pqcache.store.row_state import map_state
 
 
 @dataclass(kw_only=True)
@@ -155,5 +156,4 @@ class RaggedLayer(EvictionLayer):
         own = (index[:, None] * self.shape.h_kv + torch.arange(self.shape.h_kv)).flatten()
         if self.staged is not None:  # the first prompt is staged as it comes
             self.staged.map_rows(index if self.positions is None else own)
-        self.store.map_rows(own)
-        self.follow_rows(own)
+        map_state(self, ("store", *Evictor.per_row), own)

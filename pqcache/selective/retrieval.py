@@ -28,17 +28,15 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
-from pqcache import kernels
 from pqcache.selective.attention import attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
-from pqcache.selective.row_state import map_state
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.staged import StagedLayer, exact_copy
-from pqcache.store.base import RetrievalStore, Served, joined
+from pqcache.store.base import RetrievalStore, Served
 from pqcache.store.resident import ResidentStore
 from pqcache.store.step import StepParts
 from pqcache.store.transfer import table
@@ -146,6 +144,7 @@ class RetrievalMethod(Method):
 class RetrievalLayer(StagedLayer):
     """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
 
+    per_row = ("staged", "store", "index", "plans", "first", "dense")
     observes = False  # whether every step is attended by torch, and shown to `observe_step`
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:
@@ -350,8 +349,6 @@ class RetrievalLayer(StagedLayer):
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
         """Mean number of distinct positions per KV head in indices (n, h, k), where every query head chose its own."""
         n, h_kv = indices.shape[0], self.shape.h_kv
-        if kernels.native(indices):
-            return kernels.positions.count_distinct(indices, h_kv, length).float().mean()
         marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
         marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
         return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
@@ -380,16 +377,6 @@ class RetrievalLayer(StagedLayer):
         super().wait()
         self.index.wait()
         self.store.wait()
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        if self.store is not self.staged:  # else it has just been mapped
-            self.store.map_rows(index)
-        self.index.map_rows(index)
-        map_state(self, ("plans", "first", "dense"), index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(super().tensors(), self.store.tensors(), self.index.tensors())
 
 
 def _valid(

@@ -6,8 +6,8 @@ import torch
 
 from pqcache.selective.budget import Plan
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.row_state import RowState
 from pqcache.store.buffer import Buffer
+from pqcache.store.row_state import RowState
 
 
 class Scorer(RowState):

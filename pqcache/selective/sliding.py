@@ -24,6 +24,7 @@ class SlidingLayer(SelectiveLayer):
     so their order does not matter.
     """
 
+    per_row = ("k", "v")
     attends_all = True
 
     def __init__(self, layer_idx: int, shape: ModelShape, window: int) -> None:
@@ -135,13 +136,6 @@ class SlidingLayer(SelectiveLayer):
         column = oldest + (slots - oldest) % self.window
         seen = column >= torch.tensor(pads, device=q.device)[:, None, None, None]
         return dense_attention(ctx.module, q, keys, values, seen, scaling=ctx.scaling, dropout=0.0)[0]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.k is not None and self.v is not None:
-            self.k, self.v = (x.index_select(0, index.to(x.device)) for x in (self.k, self.v))
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [x for x in (self.k, self.v) if x is not None]}
 
     @property
     def is_croppable(self) -> bool:  # type: ignore[override]

@@ -14,8 +14,11 @@ class StagedLayer(SelectiveLayer):
     """Stages K and V exactly until the prompt ends, then settles them: chunked prefill equals prefill in one block.
 
     A new turn unpacks what was kept, attends to it exactly, and settles again. `staged` may be the layer's own store, which saves
-    a copy. A subclass must then map its rows once, not twice.
+    a copy.
     """
+
+    per_row = ("staged",)
+    counted = ("fresh",)
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__(layer_idx, shape)
@@ -88,14 +91,6 @@ class StagedLayer(SelectiveLayer):
 
     def clear(self) -> None:
         self.fresh = self.staged = None
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.staged is not None:
-            self.staged.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        held = [] if self.staged is None else self.staged.tensors()["device"]
-        return {"device": [*held, *(self.fresh or ())]}
 
 
 def exact_copy(store: Store) -> ResidentStore:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from pqcache.store.lanes import Lanes
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import table
 
 
@@ -22,8 +23,8 @@ def joined(*parts: dict[str, list[torch.Tensor]]) -> dict[str, list[torch.Tensor
     return tiers
 
 
-class Store:
-    """K and V of one layer. Every store has these; a method's layer may ask its own store for more."""
+class Store(RowState):
+    """K and V of one layer. Every store has these; a method's layer may ask its own store for more. See RowState for its rows."""
 
     whole = False  # True: all K and V are on the model's device, `view` copies nothing, the store is a ResidentStore
 
@@ -50,14 +51,6 @@ class Store:
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all tokens on the model's device: (n, h_kv, length, d). Shorter rows end in padding: mask it."""
-        raise NotImplementedError
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-        raise NotImplementedError
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier (device or host) -> the tensors that are stored there."""
         raise NotImplementedError
 
 

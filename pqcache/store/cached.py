@@ -8,6 +8,7 @@ from pqcache.store.base import Served, joined
 from pqcache.store.buffer import Buffer, flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
 from pqcache.store.lanes import NOTHING, Work
+from pqcache.store.row_state import map_state
 
 
 class CachedStore(HostStore):
@@ -51,13 +52,8 @@ class CachedStore(HostStore):
         self.arriving.finish()
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if not self.sinks:
-            return
         super().map_rows(index)
-        for buffer in self.cache:
-            buffer.map_rows(index)
-        for name in self.tables:
-            setattr(self, name, getattr(self, name).index_select(0, index.cpu()))
+        map_state(self, ("cache", *self.tables), index)
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         own = {"device": [buffer.data for buffer in self.cache], "host": [getattr(self, name) for name in self.tables]}

@@ -7,14 +7,17 @@ import torch
 from pqcache.store.buffer import STEP, Buffer, take_tokens
 from pqcache.store.layout import Codes
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
+from pqcache.store.row_state import RowState
 
 
-class Codec:
+class Codec(RowState):
     """Holds the packed tokens of K or of V, (n, h_kv, tokens, d). A token's index is its position among them.
 
-    A codec writes append, tile, take, clear, map_rows, tensors. It writes retain if it can drop tokens without coding the others
-    again. A codec that codes tokens one by one starts from BufferCodec.
+    A codec writes append, tile, take, clear, and names what it keeps in `per_row` (see RowState). It writes retain if it can drop
+    tokens without coding the others again. A codec that codes tokens one by one starts from BufferCodec.
     """
+
+    per_row = ("parts",)
 
     # tokens are packed in multiples of this: schedules return multiples, `retain` leaves the remainder of a row in the tail
     unit = 1
@@ -52,14 +55,6 @@ class Codec:
 
     def clear(self) -> None:
         """Forget all tokens."""
-        raise NotImplementedError
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        """Row i becomes what row index[i] was."""
-        raise NotImplementedError
-
-    def tensors(self) -> list[torch.Tensor]:
-        """Everything kept."""
         raise NotImplementedError
 
 
@@ -105,13 +100,6 @@ class BufferCodec(Codec):
 
     def clear(self) -> None:
         self.parts = []
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        for buffer in self.parts:
-            buffer.map_rows(index)
-
-    def tensors(self) -> list[torch.Tensor]:
-        return [b.data for b in self.parts]
 
 
 class TokenCodec(BufferCodec):

@@ -29,6 +29,9 @@ class HostStore(RetrievalStore):
     before you read host rows.
     """
 
+    per_row = ("sinks", "local", "host", "lengths")
+    on_host = ("host",)
+
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink
         self.n_local = n_local  # tokens always on the device besides the sinks: local window + the current token
@@ -238,14 +241,6 @@ class HostStore(RetrievalStore):
         return self.host[0].data[:, :, :count], self.written
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if not self.sinks:
-            return
         self.wait()
         self.ahead = None  # its rows were in another order
-        self.sinks = [x.index_select(0, index.to(x.device)) for x in self.sinks]
-        for buffer in (*self.local, *self.host):
-            buffer.map_rows(index)
-        self.lengths = [self.lengths[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [*self.sinks, *(b.data for b in self.local)], "host": [b.data for b in self.host]}
+        super().map_rows(index)

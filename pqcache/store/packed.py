@@ -13,6 +13,7 @@ from pqcache.store.buffer import take_tokens
 from pqcache.store.chosen import chosen_run
 from pqcache.store.codec import Codec, right_align
 from pqcache.store.layout import Codes, Run
+from pqcache.store.row_state import RowState
 from pqcache.store.transfer import table
 
 # K and V (n, h_kv, m, d), and which entries are tokens, (n, 1 or h_kv, m) bool; None: all
@@ -35,8 +36,10 @@ def _rows(values: Sequence[int], device: torch.device) -> torch.Tensor:
     return table(values, device)[:, None, None]
 
 
-class PackedStream:
+class PackedStream(RowState):
     """One of K or V: a codec's body, then `tail` (n, h_kv, T, d), the newest tokens exact and right-aligned."""
+
+    per_row = ("codec", "body", "tails", "tail")
 
     def __init__(self, codec: Codec, schedule: Schedule) -> None:
         self.codec = codec
@@ -166,21 +169,17 @@ class PackedStream:
         return self.tile(0, max(self.lengths))
 
     def map_rows(self, index: torch.Tensor) -> None:
-        if self.tail is None:
-            return
-        self.codec.map_rows(index)
-        rows = index.tolist()
-        self.body, self.tails = [self.body[i] for i in rows], [self.tails[i] for i in rows]
-        # the row with the longest tail may be gone: rows of equal length must not begin with a gap
-        start = self.tail.shape[2] - max(self.tails)
-        self.tail = self.tail[:, :, start:].index_select(0, index.to(self.tail.device))
-
-    def tensors(self) -> list[torch.Tensor]:
-        return self.codec.tensors() + ([] if self.tail is None else [self.tail])
+        if self.tail is not None:
+            # the row with the longest tail may be gone: rows of equal length must not begin with a gap
+            longest = max(self.tails[i] for i in index.tolist())
+            self.tail = self.tail[:, :, self.tail.shape[2] - longest :]
+        super().map_rows(index)
 
 
 class PackedStore(RetrievalStore):
     """K and V as coded streams; row r's first token has index 0. The streams may differ in codec and schedule."""
+
+    per_row = ("k", "v")
 
     def __init__(self, k: PackedStream, v: PackedStream) -> None:
         self.k, self.v = k, v
@@ -345,10 +344,3 @@ class PackedStore(RetrievalStore):
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Everything, decoded; used when a new turn begins."""
         return self.k.view(), self.v.view()
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        self.k.map_rows(index)
-        self.v.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": self.k.tensors() + self.v.tensors()}

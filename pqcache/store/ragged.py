@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pqcache.store.base import Store, joined
+from pqcache.store.base import Store
 from pqcache.store.buffer import Buffer
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
@@ -57,6 +57,8 @@ class Ragged(Buffer):
 class RaggedStore(Store):
     """K and V of rows that an evictor has cut to different lengths, and of the tokens since, of which all rows have as many."""
 
+    per_row = ("k", "v", "newer")
+
     def __init__(self) -> None:
         self.k: Ragged | None = None
         self.v: Ragged | None = None
@@ -85,12 +87,3 @@ class RaggedStore(Store):
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         return self.whole_rows().view()
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        for part in (self.k, self.v, self.newer):
-            if part is not None:
-                part.map_rows(index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        older = [part.data for part in (self.k, self.v) if part is not None]
-        return joined({"device": older}, self.newer.tensors())

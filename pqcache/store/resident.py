@@ -17,6 +17,7 @@ class ResidentStore(RetrievalStore):
     """
 
     whole = True
+    per_row = ("k", "v", "lengths")
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
@@ -112,14 +113,3 @@ class ResidentStore(RetrievalStore):
     def truncate(self, tokens: int) -> None:
         """Forget the newest `tokens` tokens of every row."""
         self.lengths = [length - tokens for length in self.lengths]
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        if self.k is None or self.v is None:
-            return
-        self.k.map_rows(index)
-        self.v.map_rows(index)
-        self.lengths = [self.lengths[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        """Tier -> the tensors that live there."""
-        return {"device": [b.data for b in (self.k, self.v) if b is not None]}

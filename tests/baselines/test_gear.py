@@ -119,4 +119,4 @@ def test_long_blocks_have_wide_positions() -> None:
     assert torch.equal(fed.row(0)[0][:, :164], before)
     error = (fed.row(0)[0][:, 164:] - k[0]).abs()
     assert error.max() <= (k.amax() - k.amin()) / 15 / 2
-    assert sum(t.dtype == torch.int32 for t in fed.store.k.tensors()) == 1
+    assert sum(t.dtype == torch.int32 for t in fed.store.k.tensors()["device"]) == 1

@@ -50,7 +50,7 @@ def test_bytes_of_a_token() -> None:
     """Codes and norm; with a sketch a bit less per number, its sign, and the residual's norm."""
     for codec, each in ((TurboCodec(4), [D // 2, 2]), (TurboCodec(4, True), [D * 3 // 8, 2, D // 8, 2])):
         decoded(codec)
-        assert [part[0, 0, 0].numel() * part.element_size() for part in codec.tensors()[: len(each)]] == each
+        assert [part[0, 0, 0].numel() * part.element_size() for part in codec.tensors()["device"][: len(each)]] == each
 
 
 def test_without_a_sketch_one_bit_is_too_small_by_two_over_pi() -> None:

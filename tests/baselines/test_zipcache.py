@@ -147,7 +147,10 @@ def test_packing_every_gap_tokens(llama: PreTrainedModel) -> None:
             assert store.k.tails == store.v.tails == [step % 10] * 2
             assert store.k.body == [50 + step // 10 * 10, 33 + step // 10 * 10]
             codes = [
-                x.clone() for stream in (store.k, store.v) for x in stream.codec.tensors() if x.dtype == torch.uint8
+                x.clone()
+                for stream in (store.k, store.v)
+                for x in stream.codec.tensors()["device"]
+                if x.dtype == torch.uint8
             ]
             if step % 10:
                 assert frozen is None or all(torch.equal(a, b) for a, b in zip(frozen, codes, strict=True))
