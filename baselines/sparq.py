@@ -68,6 +68,7 @@ class ComponentIndex(Index):
     def __init__(self, method: SparQ) -> None:
         self.method = method
         self.reduce = str(method.reduce)
+        self.on_host = () if method.store == "resident" else ("components",)
         self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident
         self.written: list[int] = []  # columns of it, per row
         self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, with reallocate
@@ -167,11 +168,6 @@ class ComponentIndex(Index):
         query = tempered_query(q, chosen, ctx.scaling)
         places = chosen + torch.arange(h_kv)[:, None] * q.shape[3]
         return self.ranked(lambda *spans: kernels.rank.best_by_lines(query, data, places, *spans), cand)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        copy = [] if self.components is None else [self.components.data]
-        mean = [] if self.mean is None else [self.mean]
-        return {"host": copy, "device": mean} if self.method.store != "resident" else {"device": copy + mean}
 
 
 @dataclass(kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
 import torch
 
@@ -24,7 +25,7 @@ class BlockStore(RowState):
     Row r holds `counts[r]` blocks. A unit is what chooses blocks: the whole layer, or each query head.
     """
 
-    per_row = ("blocks", "counts")
+    per_row: ClassVar[tuple[str, ...]] = ("blocks", "counts")
 
     def __init__(self, n: int, like: torch.Tensor, block: int, device: torch.device | None = None) -> None:
         """like (n, h_kv, t, d): heads, dimension, dtype and device of the tokens to come."""

@@ -40,6 +40,8 @@ class PQIndex(Index):
     replans: whether every step has a plan of its own.
     """
 
+    per_row = ("centroids", "codes", "fitted")
+
     def __init__(
         self,
         how: Clustering,
@@ -50,7 +52,7 @@ class PQIndex(Index):
         refit_every: int = 0,
         replans: bool = False,
     ) -> None:
-        self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, far
+        self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, ("centroids", "codes") if far else ()
         self.refit_every, self.replans = refit_every, replans
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
@@ -61,7 +63,7 @@ class PQIndex(Index):
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         self.wait()
-        cache, m, far = ctx.cache, self.how.m, self.on_host
+        cache, m, far = ctx.cache, self.how.m, bool(self.on_host)
         home = torch.device("cpu") if far else k.device
         counts = self._coded(lengths)
         n, h_kv, _, d = k.shape
@@ -304,14 +306,6 @@ class PQIndex(Index):
 
     def map_rows(self, index: torch.Tensor) -> None:
         self.wait()
-        if self.centroids is None or self.codes is None:
-            return
-        centroids = self.centroids.index_select(0, index.to(self.centroids.device))
-        self.centroids = centroids.pin_memory() if self.codes.pinned else centroids
-        self.codes.map_rows(index)
-        self.fitted = [self.fitted[i] for i in index.tolist()]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        if self.centroids is None or self.codes is None:
-            return {}
-        return {"device" if self.far is None else "host": [self.centroids, self.codes.data]}
+        super().map_rows(index)
+        if self.centroids is not None and self.codes is not None and self.codes.pinned:
+            self.centroids = self.centroids.pin_memory()

@@ -119,7 +119,7 @@ def _fits(tensors: Tensors, layers: int, dims: Mapping[str, int]) -> bool:
 def watch_text(model: PreTrainedModel, ids: torch.Tensor, watch: Callable[[WatchedCall], None]) -> None:
     """Run the model with full attention over token ids (1, t); watch(call) is called for each layer, from the first on."""
     cache, watcher = SelectiveCache(model, Method()), Watcher()  # a Method alone keeps and attends everything
-    watcher.watch = watch  # type: ignore[method-assign]
+    watcher.watch = watch  # type: ignore[method-assign, assignment]
     cache.watchers.append(watcher)
     cache.begin([ids.shape[1]])
     with attach(model):

@@ -144,7 +144,7 @@ class RetrievalMethod(Method):
 class RetrievalLayer(StagedLayer):
     """Keeps everything in a store; at decode attends to sinks, selected tokens, local window and the current token."""
 
-    per_row = ("staged", "store", "index", "plans", "first", "dense")
+    per_row: ClassVar[tuple[str, ...]] = ("staged", "store", "index", "plans", "first", "dense")
     observes = False  # whether every step is attended by torch, and shown to `observe_step`
 
     def __init__(self, layer_idx: int, shape: ModelShape, method: RetrievalMethod) -> None:

@@ -1,5 +1,7 @@
 """StagedLayer: base of the layers that treat a prompt as a whole."""
 
+from typing import ClassVar
+
 import torch
 
 from pqcache.selective.dense import dense_prefill, prefill_and_sum
@@ -17,7 +19,7 @@ class StagedLayer(SelectiveLayer):
     a copy.
     """
 
-    per_row = ("staged",)
+    per_row: ClassVar[tuple[str, ...]] = ("staged",)
     counted = ("fresh",)
 
     def __init__(self, layer_idx: int, shape: ModelShape) -> None:

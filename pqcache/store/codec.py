@@ -1,6 +1,7 @@
 """Codecs: tokens of one tensor in fewer bits. A quantization method writes one; most write BufferCodec's encode and decode."""
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
@@ -17,7 +18,7 @@ class Codec(RowState):
     tokens without coding the others again. A codec that codes tokens one by one starts from BufferCodec.
     """
 
-    per_row = ("parts",)
+    per_row: ClassVar[tuple[str, ...]] = ("parts",)
 
     # tokens are packed in multiples of this: schedules return multiples, `retain` leaves the remainder of a row in the tail
     unit = 1

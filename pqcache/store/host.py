@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -29,8 +29,8 @@ class HostStore(RetrievalStore):
     before you read host rows.
     """
 
-    per_row = ("sinks", "local", "host", "lengths")
-    on_host = ("host",)
+    per_row: ClassVar[tuple[str, ...]] = ("sinks", "local", "host", "lengths")
+    on_host: tuple[str, ...] = ("host",)
 
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
         self.n_sink = n_sink

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -179,7 +179,7 @@ class PackedStream(RowState):
 class PackedStore(RetrievalStore):
     """K and V as coded streams; row r's first token has index 0. The streams may differ in codec and schedule."""
 
-    per_row = ("k", "v")
+    per_row: ClassVar[tuple[str, ...]] = ("k", "v")
 
     def __init__(self, k: PackedStream, v: PackedStream) -> None:
         self.k, self.v = k, v

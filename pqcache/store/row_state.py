@@ -18,7 +18,7 @@ class RowState:
     # or a list of n of anything else; None or empty before there is one
     per_row: ClassVar[tuple[str, ...]] = ()
     counted: ClassVar[tuple[str, ...]] = ()  # tensors without rows: constants of the model, what only this step uses
-    on_host: ClassVar[tuple[str, ...]] = ()  # those of both that are on the host
+    on_host: tuple[str, ...] = ()  # those of both that are on the host
 
     def map_rows(self, index: torch.Tensor) -> None:
         """Row i becomes what row index[i] was (beam search, repeat, select)."""
