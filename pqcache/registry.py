@@ -61,6 +61,7 @@ METHODS: dict[str, str] = {
     "magicpig": "baselines.magicpig:MagicPIG",
     "shadowkv": "baselines.shadowkv:ShadowKV",
     "kvzip": "baselines.kvzip:KVzip",
+    "duo_attention": "baselines.duo_attention:DuoAttention",
 }
 BUILT_IN = frozenset(METHODS)
 METHODS |= {one.name: one.value for one in entry_points(group="pqcache.methods") if one.name not in BUILT_IN}

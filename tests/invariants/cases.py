@@ -101,6 +101,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"n_sink": 4, "bits": 3, "tables": 9, "recent": 9, "store": "host"},
     ],
     "shadowkv": [{"chunk": 4, "rank": 24, "local_chunks": 1}],
+    "duo_attention": [
+        {"n_sink": 4, "steps": 2, "calibration_tokens": 64},
+        {"n_sink": 4, "recent": 9, "protocol": "release", "steps": 1, "calibration_tokens": 64},
+    ],
     "kvzip": [{"n_sink": 4, "chunk": 30}, {"protocol": "release"}],
     "turboquant": [{}, {"sketch": True, "residual": 5}],
     "coded_keys": [

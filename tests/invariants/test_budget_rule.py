@@ -30,7 +30,7 @@ DECLARED = {
     "pyramidkv": "pooled",
     "adakv": "prompt",
     "h2o_c": "extra",
-    **dict.fromkeys(("expected_attention", "twilight", "magicpig", "shadowkv", "kvzip"), "prompt"),
+    **dict.fromkeys(("expected_attention", "twilight", "magicpig", "shadowkv", "kvzip", "duo_attention"), "prompt"),
     "replay": "own",
 }
 USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
