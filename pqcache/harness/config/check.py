@@ -27,10 +27,10 @@ from pqcache.harness.config.options import (
     ModelOptions,
     Refused,
     RunOptions,
-    is_hashed,
     one_line,
     plain,
     show,
+    unhashed,
 )
 from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
 from pqcache.naming import closest, suggestion
@@ -163,10 +163,7 @@ def finish(draft: Draft) -> Checked:
 
     device = options["model"]["device"]
     options["model"]["device"] = without_index(device)
-    unhashed = {}
-    for group in ("model", "task"):
-        own = options[group]
-        unhashed[group] = {key: plain(own.pop(key)) for key in list(own) if not is_hashed(key)}
+    apart = {group: {key: options[group].pop(key) for key in unhashed(options[group])} for group in ("model", "task")}
     groups = {
         "model": _group(ModelOptions, options["model"], draft.base["model"]),
         "method": _method_group(cls, options["method"], draft.base["method"], method, run),
@@ -175,7 +172,7 @@ def finish(draft: Draft) -> Checked:
     }
     amount = 1.0 if cls.ignores_budget else budget.tokens or budget.ratio or 0.0
     about = identify(_top_group(run, amount, method), groups, names)
-    return Checked(about, run, draft.decode, method, skip or None, draft.launch, device, unhashed)
+    return Checked(about, run, draft.decode, method, skip or None, draft.launch, device, plain(apart))
 
 
 # -- names, keys and types ---------------------------------------------------------------------------------------------

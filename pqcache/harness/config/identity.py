@@ -122,8 +122,8 @@ def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Ide
     """The identity of a checked configuration. names: of the model, the method and the task."""
     options, hashed, absent, changed = (Options() for _ in range(4))
     for group, one in [*groups.items(), ("", top)]:
-        own, defaults = plain(one.options), plain(one.defaults)
-        known = {key: value for key, value in plain({**one.absent, **one.added}).items() if key in own}
+        own, defaults, known = plain([one.options, one.defaults, {**one.absent, **one.added}])
+        known = {key: value for key, value in known.items() if key in own}
         kept = {key: value for key, value in own.items() if key not in one.added or known[key] != value}
         if group:
             named = {"name": names[group]} if group in names else {}

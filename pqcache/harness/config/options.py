@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Container
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -24,17 +24,15 @@ LM_EVAL = "lm_eval"  # task=lm_eval task.name=<any task of lm-eval>
 WANDB = ("wandb_project", "wandb_entity", "wandb_group", "wandb_tags")
 _STORED = ("out", "wandb", *WANDB, "cache_dir", "samples", "fresh")
 NOT_HASHED = (*_STORED, "limit", "shared_prefill", "scale", "batch_check", "graph", "plan")
-
-
 # What begins so permits something and changes no result: it is no part of a cell's identity either.
 PERMITS = "allow_"
 # Of a model: where its weights are kept. No part of the identity either, as the index of a device.
 PLACES = ("device_map", "max_memory")
 
 
-def is_hashed(option: str) -> bool:
-    """Whether an option of a group is part of a cell's identity."""
-    return not option.startswith(PERMITS) and option not in PLACES
+def unhashed(options: Iterable[str]) -> list[str]:
+    """Those options of a group that are no part of a cell's identity."""
+    return [option for option in options if option.startswith(PERMITS) or option in PLACES]
 
 
 # -- values as texts -----------------------------------------------------------------------------------------------------

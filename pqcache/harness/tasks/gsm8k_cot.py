@@ -36,12 +36,13 @@ class Gsm8kCotOptions:
 
 
 class Gsm8kCot(DataSetTask):
-    Options = Gsm8kCotOptions
+    Options: type[Any] = Gsm8kCotOptions
     max_new_tokens = 256  # lm-eval's default; the definition sets none
     data_set = TEST
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
-        return numbered_problem(seed, number)
+        """One problem in place of a row of the test split."""
+        return problem(Random(f"gsm8k/{seed}/test/{number}"), 2 + number % 5)
 
     def build(self, request: TaskRequest) -> TaskSpec:
         rows, facts = self.read(request.seed, request.limit)
@@ -86,8 +87,3 @@ def problem(rng: Random, steps: int) -> dict[str, str]:
         reasoning.append(f"{name} now has {before} {sign} {n} = <<{before}{sign}{n}={count}>>{count} {things}.")
     question = " ".join([*story, f"How many {things} does {name} have now?"])
     return {"question": question, "answer": "\n".join([*reasoning, f"#### {count}"])}
-
-
-def numbered_problem(seed: int, number: int) -> dict[str, str]:
-    """One problem in place of a row of the test split."""
-    return problem(Random(f"gsm8k/{seed}/test/{number}"), 2 + number % 5)

@@ -20,7 +20,7 @@ from typing import Any
 
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.gsm8k_cot import FIELDS, TEST, numbered_problem, problem
+from pqcache.harness.tasks.gsm8k_cot import FIELDS, Gsm8kCot, problem
 
 TRAIN = sources.DataSet(
     "openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet")
@@ -46,17 +46,12 @@ class Gsm8kCotLongOptions:
         require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
 
 
-class Gsm8kCotLong(sources.DataSetTask):
+class Gsm8kCotLong(Gsm8kCot):
     Options = Gsm8kCotLongOptions
-    max_new_tokens = 256
-    data_set = TEST
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         tokens = self.options.tokens
         return Longest(f"task.tokens={tokens}", tokens or 0, self.max_new_tokens)
-
-    def construct(self, seed: int, number: int) -> dict[str, Any]:
-        return numbered_problem(seed, number)
 
     def read_all(self, seed: int, limit: int | None) -> tuple[sources.Rows, sources.Rows, sources.Facts]:
         """(the ten rows of the examples, the test rows, the facts of their source)"""

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
+from pqcache.harness.tasks.sandbox import NotReady, judged, protections
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
@@ -57,7 +57,7 @@ class HumanEval(DataSetTask):
         require(self.options.execute, "execute", str(self.options.execute).lower(), allowed)
         try:
             protections()
-        except MissingSandbox as missing:
+        except NotReady as missing:
             require(False, "execute", "true", f"this machine cannot isolate programs: {missing}")
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
@@ -97,10 +97,7 @@ def constructed_row(rng: Random, number: int) -> dict[str, str]:
     }
 
 
-@lru_cache(maxsize=4096)
-def why_not(program: str, entry_point: str, tests: str, helpers: str, timeout: float) -> str | None:
-    """None if the completed function passes its tests, else the reason."""
-    return judged(program, entry_point, tests, helpers, timeout)
+why_not = lru_cache(maxsize=4096)(judged)  # each program runs once, however often it is asked for
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

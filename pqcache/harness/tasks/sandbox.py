@@ -4,7 +4,7 @@
 
 Two processes, isolated alike: the candidate executes the program and answers calls of its function; the judge runs the tests
 and calls the candidate through pipes that carry plain data. `process/isolate.py` says what neither of them can reach. The
-verdict comes from the judge, which never executes the program. Where the machine cannot isolate a process, MissingSandbox
+verdict comes from the judge, which never executes the program. Where the machine cannot isolate a process, NotReady
 says what is missing, and nothing is run.
 """
 
@@ -45,10 +45,6 @@ print("\\n".join(sorted(file for file in files if ".so" in os.path.basename(file
 """
 
 
-class MissingSandbox(OSError):
-    """This machine cannot isolate a process."""
-
-
 def judged(
     program: str, entry_point: str, tests: str, helpers: str, timeout: float = 3.0, *, how: str | None = None
 ) -> str | None:
@@ -74,16 +70,13 @@ def _start(stack: contextlib.ExitStack, command: list[str], *inherits: int) -> P
     """An isolated process, killed when the stack is left. It inherits nothing but its streams and the ends of pipes."""
     process = Process(command, LINE, cwd="/", env={}, pass_fds=inherits)
     stack.callback(process.end)
-    try:
-        process.ready(START)
-    except NotReady as missing:
-        raise MissingSandbox(str(missing)) from missing
+    process.ready(START)
     return process
 
 
 @lru_cache(maxsize=1)
 def protections() -> str:
-    """How programs are isolated on this machine: bubblewrap or unshare. Raises MissingSandbox with what is missing."""
+    """How programs are isolated on this machine: bubblewrap or unshare. Raises NotReady with what is missing."""
     missing = []
     for how in WAYS:
         if how == "bubblewrap" and shutil.which("bwrap") is None:
@@ -94,7 +87,7 @@ def protections() -> str:
         except OSError as error:
             reason = str(error)
         missing.append(f"{how}: {reason}")
-    raise MissingSandbox("; ".join(missing))
+    raise NotReady("; ".join(missing))
 
 
 @lru_cache(maxsize=1)

@@ -10,14 +10,14 @@ from lm_eval.api.model import LM
 
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.tasks import TaskRequest, TaskSpec, task_of
-from pqcache.harness.tasks.sandbox import MissingSandbox, protections
+from pqcache.harness.tasks.sandbox import NotReady, protections
 
 
 def isolated() -> bool:
     """Whether this machine can run programs in the sandbox."""
     try:
         return bool(protections())
-    except MissingSandbox:
+    except NotReady:
         return False
 
 

@@ -11,7 +11,7 @@ import yaml
 
 import run
 from pqcache.harness.tasks import sandbox
-from pqcache.harness.tasks.sandbox import MissingSandbox, judged, protections
+from pqcache.harness.tasks.sandbox import NotReady, judged, protections
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import needs_isolation
 
@@ -130,7 +130,7 @@ def without_namespaces(tmp_path: Path, monkeypatch: Patch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("without_namespaces")
 def test_a_machine_that_cannot_isolate_refuses_and_says_what_is_missing(capsys: pytest.CaptureFixture) -> None:
-    with pytest.raises(MissingSandbox, match="a user namespace: Invalid argument"):
+    with pytest.raises(NotReady, match="a user namespace: Invalid argument"):
         judged("def f(x): pass", "f", WANTS_A_NUMBER, "")
     assert run.main(["task=humaneval", "task.execute=true", "method=full"]) == 2
     assert "this machine cannot isolate programs: unshare: " in capsys.readouterr().err
