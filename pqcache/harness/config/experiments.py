@@ -8,6 +8,7 @@ A file holds entries, each an experiment by its key, which is not the file's nam
 a file share what they have in common by YAML's anchors. The comment above an entry begins with the command that runs it.
 """
 
+import re
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,7 +26,7 @@ class Experiment:
     """One experiment. head: the lines of its comment, without `#`. values: what it sets, unchecked."""
 
     file: Path
-    head: tuple[str, ...]
+    head: list[str]
     values: dict[str, Any]
 
     @property
@@ -47,22 +48,12 @@ def _read(file: Path, changed: int) -> dict[str, Experiment]:
     if not isinstance(values, dict):
         raise ValueError(f"{file}: holds no experiments")
     if KEYS & values.keys() or not all(isinstance(entry, dict) for entry in values.values()):
-        return {file.stem: Experiment(file, _comment(text.splitlines(), 0), values)}
-    lines = text.splitlines()
-    entries = {}
-    for name, entry in values.items():
-        first = at = next(i for i, line in enumerate(lines) if line.partition(":")[0].strip("\"'") == name)
-        while first and lines[first - 1].startswith("#"):
-            first -= 1
-        entries[str(name)] = Experiment(file, _comment(lines[:at], first), entry)
-    return entries
+        return {file.stem: Experiment(file, comment(text), values)}
+    return {str(name): Experiment(file, comment(text, str(name)), entry) for name, entry in values.items()}
 
 
-def _comment(lines: list[str], first: int) -> tuple[str, ...]:
-    """The lines of the comment that begins at a line."""
-    head = []
-    for line in lines[first:]:
-        if not line.startswith("#"):
-            break
-        head.append(line.lstrip("# ").rstrip())
-    return tuple(head)
+def comment(text: str, key: str | None = None) -> list[str]:
+    """The lines of the comment at the top of a YAML text, or above one of its keys, without `#`."""
+    place = r"\A((?:#.*\n)*)" if key is None else rf"^((?:#.*\n)*)[\"']?{re.escape(key)}[\"']?\s*:"
+    found = re.search(place, text, re.MULTILINE)
+    return [line.lstrip("# ").rstrip() for line in found[1].splitlines()] if found else []

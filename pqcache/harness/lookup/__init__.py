@@ -23,6 +23,7 @@ from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
 from pqcache.harness.config.compose import file_of
+from pqcache.harness.config.experiments import comment
 from pqcache.harness.config.experiments import experiments as found
 from pqcache.harness.config.options import (
     COMMON,
@@ -233,8 +234,7 @@ def docstrings(method: str) -> tuple[str, str]:
 
 def _head(group: str, name: str) -> list[str]:
     """The comment lines at the top of a file of configs/."""
-    text = re.match(r"(#.*\n)*", (places.CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
-    return [line.lstrip("# ") for line in text[0].splitlines()] if text else []
+    return comment((places.CONFIGS / group / f"{name}.yaml").read_text(encoding="utf-8"))
 
 
 def _first(text: str | None) -> str:
