@@ -101,7 +101,7 @@ def test_the_hub_is_asked_for_the_right_rows(monkeypatch: Patch) -> None:
 
     monkeypatch.setattr("datasets.load_dataset", load)
     # rows are kept for the process: under a revision that no other test reads
-    monkeypatch.setattr(cot_long.Gsm8kCotLong, "data_set", replace(cot_long.TEST, revision="r"))
+    monkeypatch.setattr(cot_long.Gsm8kCotLong, "data_set", replace(cot_long.Gsm8kCotLong.data_set, revision="r"))
     monkeypatch.setattr(cot_long, "TRAIN", replace(cot_long.TRAIN, revision="r"))
     examples, rows, facts = task_of("gsm8k_cot_long").read_all(0, 5)
     assert requested == [("openai/gsm8k", "main", "test", "r"), ("openai/gsm8k", "main", "train", "r")]
