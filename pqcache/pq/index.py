@@ -53,7 +53,7 @@ class PQIndex(Index):
         replans: bool = False,
     ) -> None:
         self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, ("centroids", "codes") if far else ()
-        self.refit_every, self.replans = refit_every, replans
+        self.refit_every, self.replans, self.ahead = refit_every, replans, far
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index

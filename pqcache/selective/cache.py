@@ -295,10 +295,17 @@ class SelectiveCache(Request):
         """The attention module of this context is about to run: its layer's index and the next one's may start what they need."""
         self.bound = ctx.layer_idx
         layer, following = self.layers[ctx.layer_idx], self._following.get(ctx.layer_idx)
-        if layer.index is not None and layer.substitute is None:  # a substitute starts nothing early
-            layer.index.on_layer_input(ctx)
-        if following is not None and following.index is not None and following.substitute is None:
-            following.index.on_previous_input(ctx)
+        if (
+            (index := layer.index) is not None and index.ahead and layer.substitute is None
+        ):  # a substitute starts nothing early
+            index.on_layer_input(ctx)
+        if (
+            following is not None
+            and (index := following.index) is not None
+            and index.ahead
+            and following.substitute is None
+        ):
+            index.on_previous_input(ctx)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 

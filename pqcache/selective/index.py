@@ -127,6 +127,9 @@ class Index(RowState):
 
     reduce: str = "sum_softmax"  # how the scores of a group's query heads become one ranking, see selective.group
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
+    ahead: bool = (
+        True  # false: it begins nothing a layer ahead; on_previous_input, on_layer_input and end_step are not called
+    )
 
     # -- what a method writes ---------------------------------------------------------------------------------------
 

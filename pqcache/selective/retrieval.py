@@ -232,7 +232,8 @@ class RetrievalLayer(StagedLayer):
             elif max(cand.k):
                 selection = self.index.select(q, cand, self.shape.h_kv, ctx)
             out, tokens = self._attend(q, selection, cand, local, ctx)
-        self.index.end_step()
+        if self.index.ahead:
+            self.index.end_step()
         self._note(selection, tokens, cand, local, ctx)
         return out
 
