@@ -12,6 +12,7 @@ import sys
 import textwrap
 from collections.abc import Iterable
 from dataclasses import fields
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,7 @@ def _top_level(path: Path) -> str:
 def _head(path: Path) -> str:
     """The comment lines at the top of a file."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True) if path.exists() else []
-    first = next((i for i, line in enumerate(lines) if not line.startswith("#")), len(lines))
-    return "".join(lines[:first])
+    return "".join(takewhile(lambda line: line.startswith("#"), lines))
 
 
 def _entry(key: str, value: Any, comment: str | None, mark: str = "") -> str:

@@ -101,13 +101,7 @@ class PG19(Task[PG19Options]):
             require(book == 0, "book", book, "task.source=book is one book, number 0")
             return TITLE, book_text(), book_facts()
         path = Path(source).expanduser()
-        files = (
-            [path]
-            if path.suffix == ".txt"
-            else sorted(file for file in path.glob("*.txt") if file.is_file())
-            if path.is_dir()
-            else []
-        )
+        files = [path] if path.suffix == ".txt" else sorted(file for file in path.glob("*.txt") if file.is_file())
         if files:
             require(book < len(files), "book", book, f"{source} holds {len(files)}")
             file = files[book]

@@ -16,6 +16,7 @@ see `final`.
 """
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from pqcache.embedded import load_tokenizer
@@ -23,24 +24,16 @@ from pqcache.embedded import pocket as generator
 from pqcache.harness.tasks import metrics
 from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, generation_task, require
 
-# family -> tokens of an answer
-NEW_TOKENS = {
-    "qa": 32,
-    "hop": 48,
-    "decisions": 112,
-    "labels": 32,
-    "passages": 32,
-    "count": 104,
-    "chain": 64,
-    "code": 40,
-}
-# family -> metric of (answer, gold); F1 and the classes of labels need more
-METRICS = {
-    "decisions": metrics.rouge_l,
-    "passages": metrics.retrieval,
-    "count": metrics.count,
-    "chain": metrics.exact_number,
-    "code": metrics.code_similarity,
+# family -> tokens of an answer, metric of (answer, gold)
+FAMILIES: dict[str, tuple[int, Callable[..., float]]] = {
+    "qa": (32, metrics.qa_f1),
+    "hop": (48, metrics.qa_f1),
+    "decisions": (112, metrics.rouge_l),
+    "labels": (32, metrics.classification),
+    "passages": (32, metrics.retrieval),
+    "count": (104, metrics.count),
+    "chain": (64, metrics.exact_number),
+    "code": (40, metrics.code_similarity),
 }
 
 
@@ -61,8 +54,8 @@ class Pocket(Task[PocketOptions]):
 
     def __init__(self, name: str, options: PocketOptions) -> None:
         super().__init__(name, options)
-        self.families = list(NEW_TOKENS) if name == "pocket" else [name.removeprefix("pocket_")]
-        self.max_new_tokens = max(NEW_TOKENS[family] for family in self.families)
+        self.families = list(FAMILIES) if name == "pocket" else [name.removeprefix("pocket_")]
+        self.max_new_tokens = max(FAMILIES[family][0] for family in self.families)
 
     def build(self, request: TaskRequest) -> TaskSpec:
         words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
@@ -73,7 +66,7 @@ class Pocket(Task[PocketOptions]):
                 family, n, length, request.seed, request.tokenizer, request.count_tokens, words=words
             )
             docs = [{**sample, "family": family} for sample in samples]
-            name, tokens = f"pocket_{family}", NEW_TOKENS[family]
+            name, tokens = f"pocket_{family}", FAMILIES[family][0]
             configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=tokens))
         return TaskSpec(lm_eval_tasks=configs, metric={f"pocket_{family}": "score" for family in self.families})
 
@@ -85,14 +78,14 @@ def final(response: str) -> str:
 
 def score(family: str, response: str, doc: dict) -> float:
     """The family's metric, 0..1."""
-    gold = doc["gold"]
+    gold, metric = doc["gold"], FAMILIES[family][1]
     if family in ("qa", "hop"):
-        return metrics.qa_f1(final(response), gold)
+        return metric(final(response), gold)
     if family == "labels":
-        return metrics.classification(response, gold, doc["classes"])
+        return metric(response, gold, doc["classes"])
     if family == "decisions" and response == gold:
         return 1.0  # `rouge` gives a perfect match 0.999999995
-    return METRICS[family](response, gold)
+    return metric(response, gold)
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

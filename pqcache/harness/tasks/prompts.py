@@ -89,9 +89,8 @@ class Prompts(Task[PromptsOptions]):
     def build(self, request: TaskRequest) -> TaskSpec:
         rows, metric = self.read()
         rows, facts = rows[: request.limit], prompt_facts(str(self.options.source))
-        cut: dict[str, Any] = (
-            {} if self.options.cut is None else {"cut_middle": 0, "longest_answer": self.max_new_tokens}
-        )
+        how: dict[str, Any] = {"cut_middle": 0, "longest_answer": self.max_new_tokens}
+        cut = {} if self.options.cut is None else how
         if metric == "fidelity":
             return beside_full(self.name, [row.document(answer="") for row in rows], facts, self.max_new_tokens, **cut)
         if metric != "choice":

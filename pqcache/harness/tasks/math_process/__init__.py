@@ -88,10 +88,7 @@ class Functions:
         return self.start().call(name, *arguments, seconds=seconds)
 
 
-@cache
-def functions_of(file: Path, folder: Path) -> Functions:
-    """One process per file, for the whole run."""
-    return Functions(file, folder)
+functions_of = cache(Functions)  # one process per file, for the whole run
 
 
 def failing_file(error: BaseException) -> Path | None:
