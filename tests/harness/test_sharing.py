@@ -141,12 +141,21 @@ def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:
 
 
 @pytest.mark.rest
-def test_scored_texts_go_in_lockstep_to_the_same_numbers(command: Command, tmp_path: Path) -> None:
+def test_scored_texts_go_in_lockstep_to_the_same_numbers(
+    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded: list[int] = []
+
+    def counted(model: Any, ids: torch.Tensor, *args: Any, **how: Any) -> Any:
+        recorded.append(ids.shape[1])
+        return record(model, ids, *args, **how)
+
+    monkeypatch.setattr(sharing, "record", counted)
     words = ("-m", "task=pg19", "task.source=book", "task.tokens=120", "task.stride=60", "task.start=60")
     for shared in ("false", "all"):
         assert command(*words, "method=full,streaming,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0
     own, together = samples(tmp_path / "false"), samples(tmp_path / "all")
-    assert own.keys() == together.keys() and len(own) == 3
+    assert own.keys() == together.keys() and len(own) == 3 and recorded == [60, 120]  # for all that take them
     for method, mine in own.items():
         for doc, sample in mine.items():
             other = together[method][doc]

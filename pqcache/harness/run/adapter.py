@@ -35,7 +35,7 @@ from pqcache.harness.run.prompts import Prepared, PromptFacts, Reader, Text
 from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, prompt_marks, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
 from pqcache.registry import method_class
-from pqcache.selective import GenerationResult, NonFinite, generate, likelihood
+from pqcache.selective import GenerationResult, NonFinite, OwnPrefill, Prefill, generate, likelihood
 from pqcache.selective.fidelity import Fidelity, Reference, read_again, read_reference, write_reference
 from pqcache.selective.lockstep import in_lockstep
 from pqcache.selective.support import attention_kernel
@@ -326,11 +326,17 @@ class HarnessLM(LM):
 
     # -- scored texts --------------------------------------------------------------------------------------------------
 
-    def score_all(self, request: Instance) -> list[tuple[Text, Sample]]:
-        """The texts of a request and their samples, from the log or computed now. Raises TooLong."""
-        return [(text, self._score(request, text)) for text in self.reader.texts(request)]
+    def score_all(self, request: Instance, recorded: Prefill | None = None) -> list[tuple[Text, Sample]]:
+        """The texts of a request and their samples, from the log or computed now. Raises TooLong.
 
-    def _score(self, request: Instance, text: Text) -> Sample:
+        recorded: of the prompt of a request's only text; a method that needs its own forward pass takes that.
+        """
+        try:
+            return [(text, self._score(request, text, recorded)) for text in self.reader.texts(request)]
+        except OwnPrefill:
+            return self.score_all(request)
+
+    def _score(self, request: Instance, text: Text, recorded: Prefill | None = None) -> Sample:
         """The sample of one scored text, from the log or computed now."""
         if (sample := self.find(text)) is not None:
             return sample
@@ -348,6 +354,7 @@ class HarnessLM(LM):
                 watchers=self.recorder.watchers(text.task, text.doc_id) if self.recorder is not None else (),
                 prefill_chunk=chunk,
                 kernels=self.kernels,
+                recorded=recorded,
             )
         except NonFinite as error:
             sample = self.fail(error, text, json.dumps({"logprobs": [0.0] * (len(ids) - first), "greedy": False}))

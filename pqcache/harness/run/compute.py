@@ -153,12 +153,12 @@ class _Run:
             todo += [(member, member.lm, draw) for draw in sorted(set.intersection(*lacking)) if draw >= first]
         return todo
 
-    def _guard(self, member: Member, work: Callable[[], object]) -> None:
-        """Do a cell's work; an exception fails the cell."""
+    def _guard(self, member: Member, work: Callable[..., object], *given: Any) -> None:
+        """Do a cell's work with what it is given; an exception fails the cell."""
         if member.cell.name in self.result.failures:
             return
         try:
-            work()
+            work(*given)
         except Exception as error:  # one cell's error, CUDA out of memory included, must not lose the others
             self.result.failures[member.cell.name] = Failure.of(error)
 

@@ -2,7 +2,8 @@
 
 Each prompt is computed once, and every cell generates from the recording. Two kinds of samples have a prefill of their own: the
 first ones of each cell, so that TT2T is measured, and all samples of methods that do not attend to the prompt exactly.
-With shared_prefill=all nothing is timed, and the cells' decode steps are shared too: one batch, see selective/lockstep.py.
+With shared_prefill=all nothing is timed, and the cells' decode steps are shared too: one batch, see selective/lockstep.py. So are
+the prompts of texts that are scored, where the prompt itself predicts nothing that counts.
 
 A recording holds q, k, v, the output and the input of every layer. With shared_prefill=auto it goes where it fits: to the
 device, else to host memory, else nowhere. `units.may_share` says which cells share.
@@ -142,12 +143,21 @@ class Sharing:
         else:
             batches.answer(lm, batches.read(lm, [(request, draw) for request in requests]), prefill)
 
-    def score(self, works: Sequence[Callable[[], object]], lm: HarnessLM, request: Instance) -> None:
-        """Score the texts of a request by all cells, each with a prefill of its own, in lockstep; else that is left to others."""
+    def score(self, works: Sequence[Callable[[Prefill | None], object]], lm: HarnessLM, request: Instance) -> None:
+        """Score the texts of a request by all cells in lockstep, a single text from its recorded prompt, or leave it to others.
+
+        A recording saves nothing of what the prompt itself predicts.
+        """
         if self.shared == "all":
-            size = self._at_once(lm, max(len(text.ids) for text in lm.reader.texts(request)))
+            texts, recorded = lm.reader.texts(request), None
+            size = self._at_once(lm, max(len(text.ids) for text in texts))
+            if len(texts) == 1 and len(works) > 1 and texts[0].first >= texts[0].prefill:
+                try:
+                    recorded = self._recorded(lm, texts[0].ids[: texts[0].prefill])
+                except Exception as error:
+                    self._failed([request], "cannot be recorded", error)
             for start in range(0, len(works), size):
-                lockstep(lm.loaded.model, works[start : start + size])
+                lockstep(lm.loaded.model, [partial(work, recorded) for work in works[start : start + size]])
 
     def _at_once(self, lm: HarnessLM, tokens: int) -> int:
         """How many cells may hold a cache of so many tokens at a time, each as large as two dense ones."""
@@ -160,12 +170,15 @@ class Sharing:
     def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""
         prepared = lm.reader.read(request)
-        body = prepared.ids[: len(prepared.ids) - prepared.question]
+        return self._recorded(lm, prepared.ids[: len(prepared.ids) - prepared.question])
+
+    def _recorded(self, lm: HarnessLM, body: Sequence[int]) -> Prefill | None:
+        """The dense prefill of these tokens; None where it does not fit."""
         if (place := self._place(lm, len(body))) == "off":
             return None
         self.prompts += 1
         model, kept = lm.loaded.model, "cpu" if place == "host" else None
-        return record(model, torch.tensor([body]), lm.attn, kept, prefill_chunk=lm.chunks.of(model, len(body)))
+        return record(model, torch.tensor([list(body)]), lm.attn, kept, prefill_chunk=lm.chunks.of(model, len(body)))
 
     def _batch(self, lm: HarnessLM, rows: Sequence[Request]) -> Prefill | None:
         """The dense prefill of a batch; None where it does not fit, or needs chunks and has prompts of several lengths."""
