@@ -1,6 +1,6 @@
 """The kernels of kernels=auto beside torch and flash-attn, and the decode step of every method, on one GPU.
 
-    python scripts/bench_gpu.py                           # Mistral-7B's geometry, random fp16 weights, 32K tokens, budget 0.1
+    scripts/bench_gpu.sh                                  # Mistral-7B's geometry, random fp16 weights, 32K tokens, budget 0.1
     python scripts/bench_gpu.py --lengths 131072 --layers 16 --methods full pqcache kivi
     python scripts/bench_gpu.py --tiny --device cpu                  # shows that it runs; kernels by Triton's interpreter
 
