@@ -4,11 +4,11 @@ value = read_json(folder / "status.json")      # OSError or ValueError, whatever
 for number, end, line in lines(folder / "samples.jsonl"): ...
 """
 
+import ctypes
 import json
 import math
 import os
 import re
-import signal
 import stat
 import threading
 from collections.abc import Iterator
@@ -108,19 +108,33 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
+class _Late(BaseException):
+    """The time is over."""
+
+
 @contextmanager
-def within(seconds: float, what: str) -> Iterator[None]:
-    """End what is computed inside it with a ValueError after so many seconds; only in the main thread, which gets signals."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def rendering(seconds: float, what: str) -> Iterator[None]:
+    """End a stranger's template with a ValueError after so many seconds, in any thread; what else it raises becomes one, too."""
+    thread, lock, over = threading.get_ident(), threading.Lock(), False
 
-    def stop(*_: object) -> None:
-        raise ValueError(f"{what} takes more than {seconds:g} s")
+    def stop() -> None:
+        with lock:
+            if not over:  # the next line of Python raises it, as a signal's handler does in the main thread alone
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(_Late))
 
-    handler, timer = signal.signal(signal.SIGALRM, stop), signal.setitimer(signal.ITIMER_REAL, seconds)
+    timer = threading.Timer(seconds, stop)
+    timer.daemon = True
+    timer.start()
     try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, *timer)
-        signal.signal(signal.SIGALRM, handler)
+        try:
+            yield
+        finally:
+            with lock:
+                over = True
+            timer.cancel()
+    except _Late:
+        raise ValueError(f"{what} takes more than {seconds:g} s") from None
+    except ValueError:
+        raise
+    except Exception as error:  # of Jinja, or of what its expressions do
+        raise ValueError(f"{what} fails ({type(error).__name__}: {error})") from error

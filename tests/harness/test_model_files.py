@@ -1,6 +1,7 @@
 """A model's folder that no model can have come from: one line, before weights are read."""
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,14 @@ from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, MambaConfig, OPTConfig, T5Config
 
 from pqcache.harness.run import models
-from tests.harness.cells import Capture, Command, error_of, rows, status
+from tests.harness.cells import Capture, Command, error_of, model_options, rows, status
 
+YARN: dict[str, Any] = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 1024,
+}
 # name -> what config.json says; a text is the whole file
 ABSURD: dict[str, object] = {
     "no layer": {"num_hidden_layers": 0},
@@ -28,8 +35,34 @@ ABSURD: dict[str, object] = {
     "half a layer": {"num_hidden_layers": 1.5},
     "an eps that is a text": {"rms_norm_eps": "x"},
     "an eps that erases": {"rms_norm_eps": 1e9},
+    "an eps of one": {"rms_norm_eps": 1.0},
     "an unknown rotation": {"rope_parameters": {"rope_type": "warp", "rope_theta": 10000.0}},
     "a negative factor": {"rope_parameters": {"rope_type": "linear", "factor": -2.0, "rope_theta": 10000.0}},
+    "a negative factor in an older file": {"rope_scaling": {"type": "linear", "factor": -1}},
+    "true for a base": {"rope_parameters": {"rope_type": "default", "rope_theta": True}},
+    "a negative attention factor": {"rope_parameters": {**YARN, "attention_factor": -5.0}},
+    "a length of nothing": {"rope_parameters": {**YARN, "original_max_position_embeddings": 0}},
+    "factors of another width": {
+        "rope_parameters": {**YARN, "rope_type": "longrope", "short_factor": [1], "long_factor": [1]}
+    },
+    "more than the head is turned": {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 9}
+    },
+    "an unknown activation": {"hidden_act": "swoosh"},
+    "an activation that is a list": {"hidden_act": ["silu"]},
+    "a text model that is a list": {"text_config": [1]},
+    "a text model that it has not": {"text_config": {}},
+    "an end beyond the words": {"eos_token_id": 10**6},
+    "an end that is a text": {"eos_token_id": ["x"]},
+    "padding beyond the words": {"pad_token_id": 10**6},
+    "a billion labels": {"num_labels": 1_000_000_000},
+    "a number for a type": {"dtype": 7},
+    "an unknown type": {"dtype": "float7"},
+    "an unknown quantization": {"quantization_config": {"quant_method": "warp"}},
+    "a quantization that is a list": {"quantization_config": [1]},
+    "an unknown kind of layer": {"layer_types": ["full_attention", "warp"]},
+    "layers that are a text": {"num_hidden_layers": "2"},
+    "a type that is a list": {"model_type": ["qwen2"]},
     "an unknown architecture": {"model_type": "no_such_model"},
     "a list": "[1]",
     "no JSON": "{",
@@ -49,7 +82,7 @@ def test_absurd_configurations_are_one_line(
         (folder / "config.json").write_text(text)
         with pytest.raises((OSError, ValueError)) as error:
             models.load_config("hf", options)
-        line = models.why_not(options, error.value)
+        line = str(error.value)
         assert line.startswith(f"model.path={folder}: ") and "\n" not in line, name
     (folder / "config.json").write_text(json.dumps({**whole, "num_hidden_layers": 0}))
     assert "num_hidden_layers=0" in error_of(capsys, command("method=full", "limit=1", f"model.path={folder}"))
@@ -78,41 +111,111 @@ def test_architectures_that_no_method_runs_on_are_one_line(
     assert len(lines) == 2 and all("a recurrent state in place of a KV cache" in line for line in lines)
 
 
-def saved(folder: Path, change: Callable[[dict[str, torch.Tensor]], object], **config: object) -> Path:
-    """The tiny model with other tensors or another configuration."""
-    weights = load_file(folder / "model.safetensors")
-    change(weights)
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    known = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**known, **config}))
-    return folder
-
-
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
-LAYER = "model.layers.1.mlp.up_proj.weight"
+LAYER, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
+HEAD, SAFE = "lm_head.weight", "model.safetensors"
+Tensors = dict[str, torch.Tensor]
 
 
-@pytest.mark.parametrize(
-    ("change", "config", "said"),
-    [
-        (lambda w: None, ONE_LAYER, "the model has no place for 12 tensors (model.layers.1.input_layernorm"),
-        (lambda w: w.update({"model.extra.scales": torch.ones(3)}), {}, "no place for 1 tensors (model.extra.scales)"),
-        (lambda w: w.pop(LAYER), {}, f"its files lack 1 tensors ({LAYER})"),
-        (lambda w: w.update({LAYER: torch.ones(32, 64)}), {}, f"of another shape are 1 tensors ({LAYER})"),
-        (lambda w: [t.zero_() for t in w.values()], {}, "all its weights are zero"),
-        (lambda w: w[LAYER].fill_(float("nan")), {}, f"{LAYER} holds NaN or infinity"),
-    ],
-)
-def test_weights_that_are_not_what_the_config_says_end_the_run(
-    command: Command, tiny: Path, tmp_path: Path, change: Any, config: dict, said: str
-) -> None:
-    folder = saved(Path(shutil.copytree(tiny, tmp_path / "model")), change, **config)
-    assert command("method=full", "limit=1", f"model.path={folder}") == 1
-    (state,) = status(tmp_path / "out").values()
-    assert said in state["reason"] and not rows(tmp_path / "out")
+def tensors(change: Callable[[Tensors], object]) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        weights = load_file(folder / SAFE)
+        change(weights)
+        save_file(weights, folder / SAFE, metadata={"format": "pt"})
+
+    return write
+
+
+def text(name: str, content: str | bytes) -> Callable[[Path], object]:
+    return lambda folder: (folder / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def says(name: str, **values: object) -> Callable[[Path], object]:
+    def write(folder: Path) -> None:
+        (folder / name).write_text(json.dumps({**json.loads((folder / name).read_text()), **values}))
+
+    return write
+
+
+def index(of: object) -> Callable[[Path], object]:
+    """An index of weights over one part. of: the index, or the part's name."""
+
+    def write(folder: Path) -> None:
+        names = list(load_file(folder / SAFE))
+        (folder / SAFE).rename(folder / "part.safetensors")
+        made = {"metadata": {}, "weight_map": dict.fromkeys(names, of)} if isinstance(of, str | int) else of
+        (folder / f"{SAFE}.index.json").write_text(json.dumps(made))
+
+    return write
+
+
+# name -> (what becomes of the folder, what is said)
+FILES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "fewer layers than the file": (says("config.json", **ONE_LAYER), "no place for 12 tensors (model.layers.1.input_layernorm"),
+    "more layers": (says("config.json", num_hidden_layers=3, layer_types=None), "files lack 12 tensors (model.layers.2.input"),
+    "other heads": (says("config.json", num_attention_heads=8), "of another shape are 8 tensors"),
+    "other heads of keys": (says("config.json", num_key_value_heads=1), "of another shape are 8 tensors"),
+    "another width": (says("config.json", hidden_size=32), "of another shape are 27 tensors"),
+    "fewer words than the tokenizer": (says("config.json", vocab_size=665), "of another shape are 2 tensors (lm_head.weight"),
+    "another architecture": (says("config.json", model_type="qwen3"), "files lack 4 tensors"),
+    "a scale": (tensors(lambda w: w.update({LAYER + "_scale": torch.ones(3)})), f"no place for 1 tensors ({LAYER}_scale)"),
+    "a packed layer": (tensors(lambda w: w.update({LAYER.replace("weight", "qweight"): w.pop(LAYER)})), "no place for 1 tensors"),
+    "whole numbers": (tensors(lambda w: w.update({LAYER: w[LAYER].to(torch.int8)})), f"without scales are 1 tensors ({LAYER})"),
+    "truths": (tensors(lambda w: w.update({LAYER: w[LAYER] > 0})), f"without scales are 1 tensors ({LAYER})"),
+    "a missing layer": (tensors(lambda w: w.pop(LAYER)), f"its files lack 1 tensors ({LAYER})"),
+    "no output, and no tied one": (tensors(lambda w: w.pop(HEAD)), f"its files lack 1 tensors ({HEAD})"),
+    "another shape": (tensors(lambda w: w.update({LAYER: torch.ones(32, 64)})), f"of another shape are 1 tensors ({LAYER})"),
+    "other names": (tensors(lambda w: [w.update({f"t.{k}": w.pop(k)}) for k in list(w)]), "files lack 27 tensors"),
+    "zeros": (tensors(lambda w: [one.zero_() for one in w.values()]), "embed_tokens.weight holds one number alone"),
+    "ones": (tensors(lambda w: [one.fill_(1) for one in w.values()]), "embed_tokens.weight holds one number alone"),
+    "an output of zeros": (tensors(lambda w: w[HEAD].zero_()), f"{HEAD} holds one number alone"),
+    "layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "proj" in k]), "each matrix of its layers holds"),
+    "NaN": (tensors(lambda w: w[LAYER].fill_(float("nan"))), f"{LAYER} holds NaN or infinity"),
+    "infinity in a bias": (tensors(lambda w: w[BIAS].fill_(float("inf"))), f"{BIAS} holds NaN or infinity"),
+    "an empty file": (text(SAFE, b""), "header too small"),
+    "a file of something else": (text(SAFE, b"x" * 1000), "header too large"),
+    "a file that is cut": (lambda folder: os.truncate(folder / SAFE, 5000), "not fully covered"),
+    "no tensor": (text(SAFE, (2).to_bytes(8, "little") + b"{}"), "its files lack 27 tensors"),
+    "an index that is a list": (index([1]), "model.safetensors.index.json is no index of weights"),
+    "an index of a list": (index({"metadata": {}, "weight_map": [1]}), "is no index of weights"),
+    "an index without a part": (index("gone.safetensors"), "names gone.safetensors, which is not beside it"),
+    "an index of another folder": (index("../part.safetensors"), "names ../part.safetensors, which is not beside it"),
+    "an index of numbers": (index(3), "names 3, which is not beside it"),
+    "settings that are a list": (text("generation_config.json", "[1]"), "generation_config.json is no mapping"),
+    "settings that are cut": (text("generation_config.json", "{"), "generation_config.json is no JSON"),
+    "an end that is a text": (says("generation_config.json", eos_token_id="x"), "generation_config.json says eos_token_id='x'"),
+    "no words": (lambda folder: (folder / "tokenizer.json").unlink(), "its tokenizer has no tokens for plain words"),
+    "words that are a list": (text("tokenizer.json", "[1]"), "its tokenizer cannot be loaded (TypeError: "),
+    "words in no UTF-8": (text("tokenizer.json", b"\xff\xfe"), "its tokenizer cannot be loaded"),
+    "marks that are a list": (text("special_tokens_map.json", "[1]"), "special_tokens_map.json is no mapping"),
+    "a mark that is a number": (says("tokenizer_config.json", bos_token=3), "its tokenizer cannot be loaded (TypeError: "),
+    "a template that is a number": (says("tokenizer_config.json", chat_template=3), "its chat template cannot be used"),
+    "half a template": (text("chat_template.jinja", "{% for %}"), "TemplateSyntaxError"),
+    "a template that refuses": (text("chat_template.jinja", "{{ raise_exception('no') }}"), "TemplateError: no"),
+    "a template that divides": (text("chat_template.jinja", "{{ 1 / 0 }}"), "ZeroDivisionError"),
+    "a template that looks around": (text("chat_template.jinja", "{{ ''.__class__.__mro__ }}"), "SecurityError"),
+    "a template that calls itself": (text("chat_template.jinja", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"), "Recursion"),
+    "a template without the prompt": (text("chat_template.jinja", "Hello."), "it leaves the prompt out"),
+}  # fmt: skip
+
+
+def test_files_that_do_not_go_together_are_one_line(tiny: Path, tmp_path: Path) -> None:
+    for name, (change, said) in FILES.items():
+        folder = tmp_path / name
+        shutil.copytree(tiny, folder)
+        change(folder)
+        with pytest.raises(models.model_files.Unusable) as error:
+            models.load("hf", {**model_options(), "path": str(folder)})
+        line = str(error.value)
+        assert line.startswith(f"model.path={folder}: ") and said in line and "\n" not in line, name
+        shutil.rmtree(folder)
 
 
 def test_a_mismatch_that_is_allowed_is_in_the_row(command: Command, tiny: Path, tmp_path: Path) -> None:
-    folder = saved(Path(shutil.copytree(tiny, tmp_path / "model")), lambda w: None, **ONE_LAYER)
+    folder = Path(shutil.copytree(tiny, tmp_path / "model"))
+    says("config.json", **ONE_LAYER)(folder)
+    assert command("method=full", "limit=1", f"model.path={folder}") == 1
+    (state,) = status(tmp_path / "out").values()
+    assert FILES["fewer layers than the file"][1] in state["reason"] and not rows(tmp_path / "out")
     assert command("method=full", "limit=1", f"model.path={folder}", "model.allow_mismatch=true") == 0
     assert rows(tmp_path / "out")["full 1.0"]["model_file"] == {"mismatched_tensors": "12"}

@@ -3,32 +3,52 @@
 import contextlib
 import hashlib
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.atomic import write_text
+from pqcache.harness.config.options import fits
 from pqcache.outside import read_json
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
+ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
-# What a text model's configuration says -> the largest value that is believed.
-COUNTS = {
-    "num_hidden_layers": 10_000,
-    "hidden_size": 1 << 20,
-    "intermediate_size": 1 << 24,
-    "num_attention_heads": 1 << 16,
-    "num_key_value_heads": 1 << 16,
-    "head_dim": 1 << 16,
-    "vocab_size": 1 << 28,
-    "max_position_embeddings": 1 << 40,
+# What config.json and generation_config.json say -> what is believed of it. Of numbers some models have a list.
+_WIDTH, _ID, _FACTOR = Annotated[int, 1, 1 << 16], Annotated[int, -1, 1 << 28], Annotated[float, 1e-9, 1e12]
+_FACTORS = (
+    "rope_theta factor beta_fast beta_slow low_freq_factor high_freq_factor attention_factor short_factor long_factor"
+)
+BELIEVED: dict[str, Any] = {
+    "num_hidden_layers": Annotated[int, 1, 10_000],
+    "hidden_size": Annotated[int, 1, 1 << 20],
+    "intermediate_size": Annotated[int, 1, 1 << 24],
+    "vocab_size": Annotated[int, 1, 1 << 28],
+    "num_labels": Annotated[int, 0, 1 << 20],
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _WIDTH),
+    **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), Annotated[int, 1, 1 << 40]),
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _ID),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), Annotated[float, 0, 0.1]),
+    **dict.fromkeys(_FACTORS.split(), _FACTOR),
+    "partial_rotary_factor": Annotated[float, 1e-3, 1],
+    **dict.fromkeys(("text_config", "quantization_config"), dict),
+    **dict.fromkeys(("dtype", "torch_dtype", *ACTIVATIONS), str),
 }
+PARTS = (
+    "text_config",
+    "rope_parameters",
+    "rope_scaling",
+)  # that are looked into; of rotations also those of kinds of layers
+HUB = (
+    "cannot be loaded; set model.path to a local folder, or check the name, the network and, for a gated model, that its licence"
+    " is accepted and `hf auth login` was run"
+)
 REMEMBERED = Path("~/.cache/pqcache/file_hashes.json")  # [device, inode, size, mtime, ctime] -> SHA-256
 LARGE = 1 << 24  # bytes; smaller files are hashed each time
 CONFIGS = ("config.json", "generation_config.json")
+OBJECTS = (*CONFIGS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _known: dict[str, str] = {}
 
 
@@ -36,11 +56,32 @@ class Unusable(ValueError):
     """A model that cannot be run, in one line that says why."""
 
 
-def check_kinds(folder: Path) -> None:
-    """Refuse a folder with a pipe or a device, which would be waited for."""
+@contextlib.contextmanager
+def reading(path: object, what: str = "cannot be loaded") -> Iterator[None]:
+    """Inside it whatever goes wrong is Unusable: what damaged files do to their readers has many kinds."""
+    try:
+        yield
+    except Unusable:
+        raise
+    except Exception as error:
+        said = isinstance(error, OSError | ValueError)
+        what = HUB if said and not Path(str(path)).expanduser().exists() else what
+        reason = f"{'' if said else f'{type(error).__name__}: '}{' '.join(str(error).split())[:200]}"
+        raise Unusable(f"model.path={path}: {what} ({reason})") from error
+
+
+def check_files(path: object, folder: Path) -> None:
+    """Refuse a folder with a pipe or a device, which would be waited for, or with lists where transformers expects mappings."""
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
-            raise Unusable(f"model.path={folder}: {file.name} is no regular file")
+            raise Unusable(f"model.path={path}: {file.name} is no regular file")
+    for file in [folder / name for name in OBJECTS if (folder / name).is_file()]:
+        with reading(path, f"{file.name} is no JSON"):
+            said = read_json(file)
+        if not isinstance(said, dict):
+            raise Unusable(f"model.path={path}: {file.name} is no mapping")
+        if file.name in CONFIGS:
+            check_values(path, said, file.name)
 
 
 def check_format(path: str, *, allow_pickle: bool) -> None:
@@ -68,63 +109,75 @@ def check_format(path: str, *, allow_pickle: bool) -> None:
 
 
 def _parts(index: Path) -> list[str]:
-    """The files that an index of weights names."""
-    try:
-        parts = read_json(index)["weight_map"].values()
-        return sorted({str(part) for part in parts})
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Unusable(f"model.path={index.parent}: {index.name} is no index of weights") from error
+    """The files that an index of weights names. They stand beside it: what identifies a model is its folder's content."""
+    with reading(index.parent, f"{index.name} is no index of weights"):
+        known = read_json(index)
+        parts = sorted({str(part) for part in known["weight_map"].values() if known["metadata"] is not None})
+        if gone := [part for part in parts if not (index.parent / part).is_file() or Path(part).name != part]:
+            raise Unusable(f"model.path={index.parent}: {index.name} names {gone[0][:200]}, which is not beside it")
+        return parts
 
 
-def check_counts(path: object, values: Mapping[str, Any]) -> None:
-    """Refuse counts of layers, heads and so on that no model can have. values: config.json, or a part of it.
+def check_values(path: object, said: Mapping[str, Any], file: str = "config.json", *, inside: bool = False) -> None:
+    """Refuse what no model can have. said: a configuration, or with `inside` a part of one whose own parts are looked into.
 
     To be called before transformers reads it, which makes a list as long as there are layers.
     """
-    for name, largest in COUNTS.items():
-        value = values.get(name)
-        if isinstance(value, list | tuple):  # some models have other numbers in each layer
-            continue
-        if value is not None and not (isinstance(value, int) and not isinstance(value, bool) and 1 <= value <= largest):
-            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected 1 to {largest}")
-    if isinstance(text := values.get("text_config"), dict):
-        check_counts(path, text)
+    for name, value in said.items():
+        kind = BELIEVED.get(name, Any)
+        number = get_origin(kind) is Annotated
+        values = value if isinstance(value, list | tuple) and number else [value]
+        if value is not None and not all(fits(one, kind) for one in values):
+            expected = "{} to {}".format(*get_args(kind)[1:]) if number else {dict: "a mapping", str: "a text"}[kind]
+            raise Unusable(f"model.path={path}: {file} says {name}={value!r:.60}; expected {expected}")
+        if isinstance(value, dict) and (inside or name in PARTS):
+            check_values(path, value, file, inside=name.startswith("rope"))
 
 
 def check_config(path: object, config: PreTrainedConfig) -> None:
-    """Refuse numbers that no model can have, by the option's name in config.json."""
+    """Refuse numbers and names that do not go together, or that transformers does not know. All by their names in config.json."""
+    from transformers.activations import ACT2FN
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
+
     text: Any = config.get_text_config(decoder=True)
-    values = {name: getattr(text, name, None) for name in COUNTS}
-    check_counts(path, values)
+    if not isinstance(text, PreTrainedConfig):
+        raise Unusable(f"model.path={path}: config.json says text_config, which model_type={config.model_type} has not")
+    rotation = getattr(text, "rope_parameters", None) or {}
+    values = {
+        name: getattr(text, name, None) for name in BELIEVED if name not in ("dtype", "torch_dtype", "text_config")
+    }
+    quantization = values.pop("quantization_config")  # an object of transformers by now
+    check_values(path, {**values, "rope_parameters": rotation})
+
+    def refuse(name: str, value: object, why: str) -> None:
+        raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}{why}")
+
     width, heads, groups = (values[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
-        raise Unusable(f"model.path={path}: config.json says num_key_value_heads={groups} for {heads} attention heads")
+        refuse("num_key_value_heads", groups, f" for {heads} attention heads")
     if width is None and isinstance(heads, int) and isinstance(values["hidden_size"], int):
         width = values["hidden_size"] // heads
     if isinstance(width, int) and width % 2:
-        raise Unusable(f"model.path={path}: config.json says head_dim={width}; rotary positions need an even one")
-    for name in ("rms_norm_eps", "layer_norm_eps"):
-        value = getattr(text, name, None)
-        if value is not None and not (isinstance(value, int | float) and 0 <= value <= 1):
-            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number from 0 to 1")
-    _check_rotation(path, getattr(text, "rope_parameters", None) or {})
-
-
-def _check_rotation(path: object, said: Mapping[str, Any]) -> None:
-    """Refuse rotary positions that no model has. said: config.json's rope_parameters, or those of one kind of layer."""
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-    kinds = {"default", *ROPE_INIT_FUNCTIONS}
-    for name, value in (said if isinstance(said, dict) else {"rope_type": said}).items():
-        if isinstance(value, dict):
-            _check_rotation(path, value)
-        elif name == "rope_type" and str(value) not in kinds:
-            allowed = ", ".join(sorted(kinds))
-            raise Unusable(f"model.path={path}: config.json says rope_type={value!r:.60}; expected one of {allowed}")
-        elif name in ("rope_theta", "factor") and value is not None and not (
-            isinstance(value, int | float) and math.isfinite(value) and value > 0
-        ):  # fmt: skip
-            raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}; expected a number above 0")
+        refuse("head_dim", width, "; rotary positions need an even one")
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        ids: Any = values[name] if isinstance(values[name], list) else [values[name] or 0]
+        if max(ids, default=0) >= (values["vocab_size"] or 1 << 28):
+            refuse(name, values[name], f" of vocab_size={values['vocab_size']} tokens")
+    method = quantization.get("quant_method", "") if isinstance(quantization, dict) else ""
+    names = [("quantization_config.quant_method", method or None, {"bitsandbytes", *AUTO_QUANTIZATION_CONFIG_MAPPING})]
+    names += [(name, values[name], ACT2FN) for name in ACTIVATIONS]
+    for said in [rotation, *rotation.values()]:
+        if isinstance(said, dict):
+            names.append(("rope_type", said.get("rope_type"), {"default", *ROPE_INIT_FUNCTIONS}))
+            factors = [(key, said[key]) for key in ("short_factor", "long_factor") if isinstance(said.get(key), list)]
+            turned = int((width or 0) * (said.get("partial_rotary_factor") or 1)) // 2
+            for key, factor in factors:
+                if turned and len(factor) != turned:
+                    refuse(key, factor, f"; expected {turned} numbers, half of the rotated width")
+    for name, value, known in names:
+        if value is not None and value not in known:
+            refuse(name, value, f"; expected one of {', '.join(sorted(known))}")
 
 
 def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *, allowed: bool) -> int:
@@ -134,23 +187,38 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
     """
     from pqcache.selective.placement import weights
 
+    floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
+    stored = [pair for file in sorted(Path(path).glob("*.safetensors")) for pair in _stored(file)]
     kinds = {
         "its files lack": info["missing_keys"],
         "the model has no place for": info["unexpected_keys"],
         "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
+        "whole numbers without scales are": [name for name, kind in stored if "F" not in kind and name in floating],
     }
     lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
     if lines and not allowed:
         help_ = "the weights are not what config.json says; model.allow_mismatch=true runs them all the same"
         raise Unusable(f"model.path={path}: {'; '.join(lines)}: {help_}")
-    empty = True
+    ends = {id(end) for end in (model.get_input_embeddings(), model.get_output_embeddings())}
+    varies = False
     for name, tensor in weights(model):
         if not bool(tensor.isfinite().all()):
-            raise ValueError(f"model.path={path}: {name} holds NaN or infinity")
-        empty &= tensor.ndim < 2 or not bool(tensor.any())
-    if empty:
-        raise ValueError(f"model.path={path}: all its weights are zero")
+            raise Unusable(f"model.path={path}: {name} holds NaN or infinity")
+        constant = bool((tensor == tensor.flatten()[0]).all())
+        if constant and id(model.get_submodule(name.rpartition(".")[0])) in ends:
+            raise Unusable(f"model.path={path}: {name} holds one number alone")
+        varies |= not constant and tensor.ndim > 1 and id(model.get_submodule(name.rpartition(".")[0])) not in ends
+    if not varies:
+        raise Unusable(f"model.path={path}: each matrix of its layers holds one number alone")
     return sum(map(len, kinds.values()))
+
+
+def _stored(file: Path) -> list[tuple[str, str]]:
+    """(name, type as F32 or I8) of each tensor of a file."""
+    from safetensors import safe_open
+
+    with safe_open(file, "pt") as opened:
+        return [(name, opened.get_slice(name).get_dtype()) for name in opened.keys()]  # noqa: SIM118
 
 
 # -- what identifies them: their content, hashed once and remembered while a file stays as it is ------------------------

@@ -15,7 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
-from pqcache.outside import whole, within
+from pqcache.outside import rendering, whole
 
 if TYPE_CHECKING:
     import torch
@@ -92,7 +92,7 @@ class LoadedModel:
         turns = [{"role": "system", "content": str(self.system)}] if own else []
         turns += [dict(turn) for turn in before] + [{"role": "user", "content": prompt}]
         told = answers.template_options(self.thinking, self.tokenizer)
-        with within(TEMPLATE_S, "the model's chat template"):
+        with rendering(TEMPLATE_S, "the model's chat template"):
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         return whole(str(text))
 
@@ -209,20 +209,17 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         from pqcache.measure.roofline import random_config
 
         return random_config(options["geometry"], options["layers"])
-    path, revision = local_or_hub(options), options["revision"]
-    if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
-        raise model_files.Unusable(f"model.path={path}: holds no config.json, which every model of transformers has")
-    if not Path(path).is_dir() and (why := hub.without(path, "model")):
-        raise model_files.Unusable(f"model.path={path}: cannot be loaded: {why}; set model.path to a local folder")
-    try:
-        model_files.check_counts(options["path"], PreTrainedConfig.get_config_dict(path, revision=revision)[0])
+    with model_files.reading(options["path"], "config.json is of no use"):
+        path, revision = local_or_hub(options), options["revision"]
+        if Path(path).is_dir() and not (Path(path) / "config.json").is_file():
+            raise model_files.Unusable(
+                f"model.path={path}: holds no config.json, which every model of transformers has"
+            )
+        if not Path(path).is_dir() and (why := hub.without(path, "model")):
+            raise model_files.Unusable(f"model.path={path}: cannot be loaded: {why}; set model.path to a local folder")
+        model_files.check_values(options["path"], PreTrainedConfig.get_config_dict(path, revision=revision)[0])
         config = AutoConfig.from_pretrained(path, revision=revision, trust_remote_code=False)
-    except (OSError, ValueError):
-        raise
-    except Exception as error:  # what a damaged config.json does to transformers has many kinds
-        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        raise model_files.Unusable(f"model.path={options['path']}: its config.json is of no use ({reason})") from error
-    model_files.check_config(options["path"], config)
+        model_files.check_config(options["path"], config)
     return config
 
 
@@ -236,42 +233,30 @@ def check_supported(path: object, config: PreTrainedConfig) -> None:
         raise model_files.Unusable(f"model.path={path}: {error}") from error
 
 
-def why_not(options: dict[str, Any], error: Exception) -> str:
-    """One line: which model cannot be loaded, why, and what to do."""
-    reason = " ".join(str(error).split())
-    if isinstance(error, model_files.Unusable):
-        return reason
-    return (
-        f"model.path={options['path']}: cannot be loaded; set model.path to a local folder, or check the name, the network and,"
-        f" for a gated model, that its licence is accepted and `hf auth login` was run ({reason[:200]})"
-    )
-
-
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
-    """Load weights and tokenizer. Raises OSError or ValueError; the first line names the problem."""
+    """Load weights and tokenizer. Raises ValueError: one line that names the problem."""
     import torch
 
-    device, mismatch = pick_device(options["device"]), 0
+    device = pick_device(options["device"])
     if name == "random":
         from pqcache.measure.roofline import random_model
 
         dtype = getattr(torch, random_dtype(options))
         model = random_model(options["geometry"], options["layers"], dtype, device)
-        tokenizer: Any = None  # task=latency needs none
+        nothing: Any = None  # task=latency needs no tokenizer
         limit = longest(model.config.get_text_config(decoder=True), options)
-        return LoadedModel(name, model, tokenizer, False, None, limit, f"random {options['geometry']}")
+        return LoadedModel(name, model, nothing, False, None, limit, f"random {options['geometry']}")
     if name in WEIGHTS:
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
-        tokenizer = load_tokenizer()
-        model = load_model(dtype=dtype, device=device, name=name)
-    else:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        return _loaded(name, options, load_model(dtype=dtype, device=device, name=name), load_tokenizer())
+    from transformers import AutoModelForCausalLM
 
+    with model_files.reading(options["path"]):
         path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
         allow_pickle = bool(options.get("allow_pickle"))
         model_files.check_format(path, allow_pickle=allow_pickle)
-        tokenizer = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        tokenizer = _tokenizer(options)
         loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True, "ignore_mismatched_sizes": True}
         loading |= {"use_safetensors": None if allow_pickle else True, **map_arguments(options)}
         try:
@@ -289,20 +274,35 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             raise model_files.Unusable(misfit) from error
         mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
         model = (model if options.get("device_map") else model.to(device)).eval()
+    return _loaded(name, options, model, tokenizer, mismatch=mismatch)
+
+
+def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
+    """The tokenizer of `model.path`. Raises Unusable, also where a file of its own is missing and it knows no words."""
+    from transformers import AutoTokenizer
+
+    with model_files.reading(options["path"], "its tokenizer cannot be loaded"):
+        path, revision = local_or_hub(options), options["revision"]
+        tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
+        if not tokenizer(ANSWER, add_special_tokens=False)["input_ids"]:
+            raise model_files.Unusable(f"model.path={options['path']}: its tokenizer has no tokens for plain words")
+    return tokenizer
+
+
+def _loaded(
+    name: str, options: dict[str, Any], model: Any, tokenizer: Any, config: Any = None, mismatch: int = 0
+) -> LoadedModel:
+    """A model, or the text side of one, of which only the configuration is there. Raises Unusable if its template is wrong."""
+    config = model.config if config is None else config
     chat = wraps_chat(name, options, tokenizer)
-    config = model.config.get_text_config(decoder=True)
-    limit, thinks = longest(config, options), options.get("thinking")
-    return LoadedModel(
-        name,
-        model,
-        tokenizer,
-        chat,
-        options["system"],
-        limit,
-        *_marks(name, options, model.config),
-        thinks,
-        _file(name, options, mismatch),
-    )
+    limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
+    marks, file = _marks(name, options, config), _file(name, options, mismatch)
+    loaded = LoadedModel(name, model, tokenizer, chat, options["system"], limit, *marks, thinks, file)
+    if chat:
+        with model_files.reading(options["path"], "its chat template cannot be used"):
+            if ANSWER not in loaded.wrap(ANSWER):
+                raise ValueError("it leaves the prompt out")
+    return loaded
 
 
 def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
@@ -328,19 +328,8 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
     limit = longest(config.get_text_config(decoder=True), options)
     if name == "random":
         return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
-    if name in WEIGHTS:
-        tokenizer: Any = load_tokenizer()
-    else:
-        from transformers import AutoTokenizer
-
-        tokenizer = AutoTokenizer.from_pretrained(
-            local_or_hub(options), revision=options["revision"], trust_remote_code=False
-        )
-    chat = wraps_chat(name, options, tokenizer)
-    marks_of, thinks = _marks(name, options, config), options.get("thinking")
-    return LoadedModel(
-        name, nothing, tokenizer, chat, options["system"], limit, *marks_of, thinks, _file(name, options)
-    )
+    tokenizer = load_tokenizer() if name in WEIGHTS else _tokenizer(options)
+    return _loaded(name, options, nothing, tokenizer, config)
 
 
 def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:
@@ -404,7 +393,7 @@ def local_or_hub(options: dict[str, Any]) -> str:
     path = str(options["path"])
     local = Path(path).expanduser()
     if local.is_dir():
-        model_files.check_kinds(local)
+        model_files.check_files(path, local)
     return str(local) if local.is_dir() else path
 
 

@@ -81,7 +81,7 @@ def check_models(plan: RunPlan, session: Session) -> None:
                 configs[key] = None
                 session.unloadable[key] = error
                 if not plan.sweep:
-                    errors.append(models.why_not(cell.identity["model"], error))
+                    errors.append(str(error))
         if cell.method is None:
             continue
         if isinstance(cell.launch, LocalLaunch):  # else the device is a worker's

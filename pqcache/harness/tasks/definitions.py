@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from pqcache.outside import LARGEST_YAML, read_text, within
+from pqcache.outside import LARGEST_YAML, read_text, rendering
 
 TEMPLATE_S = 10.0  # seconds in which a template is rendered
 
@@ -102,7 +102,7 @@ def sandbox_templates() -> None:
         """A template that is rendered in a limited time."""
 
         def render(self, *given: Any, **named: Any) -> str:
-            with within(TEMPLATE_S, "a template of the task's definition"):
+            with rendering(TEMPLATE_S, "a template of the task's definition"):
                 return super().render(*given, **named)
 
     env = utils.env
