@@ -3,13 +3,14 @@
 import json
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import pandas as pd
+import datasets
 import pytest
 import torch
 from lm_eval import utils
@@ -21,16 +22,19 @@ from pqcache.harness.launch import plan as planning
 from pqcache.harness.report.page import cell_views
 from pqcache.harness.report.rows import damage, read_row, read_rows, write_row
 from pqcache.harness.report.sample_lines import read_all
-from pqcache.harness.report.table import Report
 from pqcache.harness.run import models, samples
-from pqcache.harness.run.memory import group_limit
 from pqcache.harness.run.models import LoadedModel
-from pqcache.harness.run.samples import SampleLog, _owner, claim
+from pqcache.harness.run.samples import SampleLog, _owner
 from pqcache.harness.tasks import TaskRequest, definitions, humaneval, sources, task_of, xsum
+from pqcache.harness.tasks.gsm8k_cot import TEST
+from pqcache.harness.tasks.longbench import constructed as longbench
+from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
+from pqcache.harness.tasks.ruler.files import GENERATED
+from pqcache.harness.tasks.sources import DataSet
 from pqcache.outside import read_json
-from tests.harness.cells import Capture, Command, Patch, error_of, planned, status
+from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned, status
 from tests.harness.made_rows import make_rows, sample
 
 Change = Callable[[dict[str, Any]], Any]
@@ -238,8 +242,11 @@ def test_an_odd_folder_stops_no_other(command: Command, tmp_path: Path, capsys: 
     assert {status(tmp_path / "out")[name]["status"] for name in ("streaming", "oracle")} == {"ok"}
 
 
+FLAT = ["needle", "files", "ruler", "prompt"]
+
+
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("what", ["needle", "files", "ruler", "prompt"])
+@pytest.mark.parametrize("what", FLAT)
 def test_a_tokenizer_that_counts_nothing_ends_the_search(what: str, tmp_path: Path) -> None:
     def count(text: str) -> int:
         return 7 if what == "ruler" else 1025 if len(text) > 2000 else 100
@@ -263,21 +270,34 @@ def test_a_tokenizer_that_counts_nothing_ends_the_search(what: str, tmp_path: Pa
         build()
 
 
+THREADS = ["the main thread", "another thread"]
+
+
 @pytest.mark.timeout(20)
-def test_a_template_that_loops_is_ended(loaded: LoadedModel, monkeypatch: Patch) -> None:
+@pytest.mark.parametrize("where", THREADS)
+def test_a_template_that_loops_is_ended(loaded: LoadedModel, monkeypatch: Patch, where: str) -> None:
     endless = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
     monkeypatch.setattr(models, "TEMPLATE_S", 0.2)
     monkeypatch.setattr(loaded.tokenizer, "chat_template", endless)
-    with pytest.raises(ValueError, match="chat template takes more than 0.2 s"):
-        replace(loaded, chat=True).wrap("a")
     monkeypatch.setattr(definitions, "TEMPLATE_S", 0.2)
     monkeypatch.setattr(utils, "env", utils.env)
     definitions.sandbox_templates()
-    with pytest.raises(ValueError, match="definition takes more than 0.2 s"):
-        utils.apply_template(endless, {})
+    with ThreadPoolExecutor(1) as pool:
+        run = (lambda call, *given: call(*given)) if where[4] == "m" else (lambda *given: pool.submit(*given).result())
+        with pytest.raises(ValueError, match="chat template takes more than 0.2 s"):
+            run(replace(loaded, chat=True).wrap, "a")
+        with pytest.raises(ValueError, match="definition takes more than 0.2 s"):
+            run(utils.apply_template, endless, {})
+        assert run(utils.apply_template, "{{ a }}", {"a": 1}) == "1"
 
 
-# -- texts of others, data that cannot be graded, owners, control groups, spreadsheets ---------------------------------
+@pytest.mark.timeout(20)
+def test_constructed_rows_that_stay_too_long_are_given_up() -> None:
+    with pytest.raises(ValueError, match="too small for a row of qasper with this tokenizer"):
+        longbench.construct("qasper", 1, 1_000_000, 0, lambda text: 980_001 if len(text) > 300 else 20_000)
+
+
+# -- texts of others, data that cannot be graded -----------------------------------------------------------------------
 
 TEXTS = ["\ud800", "a\udfffb", "\0", "\x1b[2J", "\u202e", "\ud83d", "\udc00\ud800", "\x9b", "\u2028", "\ufeff"]
 
@@ -296,7 +316,10 @@ def test_any_text_is_read_and_written(tmp_path: Path, case: str) -> None:
     assert read_row(tmp_path / "row.json") is not None
 
 
-@cases(["method=full model.system='\udcff'", "out=\ud800", "\udcff", "list=\udcff", "-m \ud800=1"])
+WORDS = ["method=full model.system='\udcff'", "out=\ud800", "\udcff", "list=\udcff", "-m \ud800=1"]
+
+
+@cases(WORDS)
 def test_words_that_are_no_utf8_are_one_line(case: str, capsys: Capture) -> None:
     assert "is no UTF-8" in error_of(capsys, main(case.split()))
 
@@ -320,75 +343,52 @@ def test_a_full_disk_fails_the_cell_in_one_line(command: Command, monkeypatch: P
     assert "No space left on device" in said and "Traceback" not in said
 
 
-OWNERS = [
-    "",
-    "{",
-    "[]",
-    "null",
-    '{"pid": 1}',
-    '{"pid": "x", "host": [], "since": "2999-01-01"}',
-    "\0",
-    "7",
-    '"a"',
-    "[" * 9999,
+EMPTY = [
+    *((humaneval.DATA, field, value) for field in ("prompt", "test", "entry_point") for value in (None, "", "\n\t")),
+    *((xsum.DATA, "summary", value) for value in (None, "", " ", [])),
+    *((TEST, field, value) for field in ("question", "answer") for value in (None, "")),
+    *((DataSet("rows", fields=GENERATED, graded=GENERATED), "outputs", value) for value in (None, [], [""], [None])),
 ]
 
 
-@cases(OWNERS)
-def test_an_owner_file_blocks_nothing(tmp_path: Path, case: str) -> None:
-    (tmp_path / "owner.json").write_text(case)
-    os.utime(tmp_path / "owner.json", (1e11, 1e11))
-    for _ in range(2):
-        with claim(tmp_path):
-            assert json.loads((tmp_path / "owner.json").read_text())["pid"] == os.getpid()
-        (tmp_path / "owner.json").write_text(case)
+SOURCES = ["file", "hub"]
 
 
-EMPTY = [None, "", " ", "\n\t"]
-
-
-@cases(
-    [
-        (task, field, value)
-        for task, fields in (("humaneval", ("prompt", "test", "entry_point")), ("xsum", ("summary",)))
-        for field in fields
-        for value in EMPTY
-    ]
-)
-def test_rows_that_cannot_be_graded_are_refused(tmp_path: Path, case: tuple[str, str, Any]) -> None:
-    name, field, value = case
-    data = {"humaneval": humaneval.DATA, "xsum": xsum.DATA}[name]
+@pytest.mark.parametrize("source", SOURCES)
+@cases(EMPTY)
+def test_rows_that_cannot_be_graded_are_refused(tmp_path: Path, monkeypatch: Patch, case: Any, source: str) -> None:
+    data, field, value = case
     good = dict.fromkeys(data.fields, "x")
-    (tmp_path / "test.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps({**good, field: value})}\n")
+    path = tmp_path / "test.jsonl"
+    path.write_text(f"{json.dumps(good)}\n{json.dumps({**good, field: value})}\n")
+    monkeypatch.setattr(sources.hub, "without", lambda *_: "")
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: sources.read_rows(path))
+    sources._read_hub.cache_clear()
+    where = "hub" if source == "hub" else str(path)
     with pytest.raises(ValueError, match=f"row 2: {field} is empty"):
-        data.read(str(tmp_path / "test.jsonl"))
-    assert data.read(str(tmp_path / "test.jsonl"), limit=1)[0] == [good]
+        data.read(where)
+    assert data.read(where, limit=1)[0] == [good]
+    sources._read_hub.cache_clear()
 
 
-GROUPS = {
-    "version 2": ("0::/a/b", {"a/b/memory.max": "100", "a/b/memory.current": "40"}, 60),
-    "a parent's": ("0::/a/b", {"a/b/memory.max": "max", "a/memory.max": "90", "a/memory.current": "40"}, 50),
-    "the root's": ("0::/", {"memory.max": "70", "memory.current": "80"}, 0),
-    "version 1": ("9:memory:/d", {"memory/d/memory.limit_in_bytes": "80", "memory/d/memory.usage_in_bytes": "1"}, 79),
-    "none": ("0::/a", {"a/memory.max": "max"}, None),
-    "no file": ("", {}, None),
-}
+UNANSWERED = [[], [""], [None], None, "x"]
 
 
-@cases(GROUPS)
-def test_the_limit_of_a_control_group(tmp_path: Path, case: str) -> None:
-    own, files, left = GROUPS[case]
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(text)
-    (tmp_path / "own").write_text(own)
-    assert group_limit(tmp_path, tmp_path / "own") == left
+@cases(UNANSWERED)
+def test_a_row_of_longbench_without_an_answer_is_refused(case: Any) -> None:
+    row = {**dict.fromkeys(data_sets.FIELDS, "x"), "answers": case, "length": 1}
+    with pytest.raises(ValueError, match="row 1: no row of LongBench"):
+        data_sets.check_row("qasper", row, "qasper.jsonl, row 1")
 
 
-@cases(["=1+1", "+1", "@SUM(A1)", "-2+3", "\t=1", "\r=1", '=HYPERLINK("x")'])
-def test_a_formula_is_a_text(tmp_path: Path, case: str) -> None:
-    Report("t", "c", [], {}).write(tmp_path / "t", pd.DataFrame({"a": [case, "x"], "b": [-1.0, 2.0]}))
-    assert list(pd.read_csv(tmp_path / "t.csv")["a"]) == [r"\r=1" if case[0] == "\r" else f"'{case}", "x"]
+@pytest.mark.usefixtures("own_definitions")
+def test_a_row_of_lm_eval_without_a_target_is_refused(tmp_path: Path, command: Command, capsys: Capture) -> None:
+    data = tmp_path / "test.jsonl"
+    data.write_text('{"q": "a", "a": "b"}\n{"q": "a", "a": ""}\n')
+    own = definition("mine", data, "generate_until", ["exact_match"], doc_to_text="{{q}}", doc_to_target="{{a}}")
+    (tmp_path / "mine.yaml").write_text(own)
+    words = ("task=lm_eval", "task.name=mine", f"task.include={tmp_path}", "method=full")
+    assert "task.name=mine: row 2 has no target" in error_of(capsys, command(*words, "limit=2"))
 
 
 def test_a_token_without_an_embedding_is_named(loaded: LoadedModel) -> None:

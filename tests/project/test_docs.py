@@ -1,12 +1,15 @@
 """README.md and docs/: made pages are up to date, every command composes, every link and path leads somewhere."""
 
 import importlib.util
+import math
 import re
 import shlex
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 from PIL import Image
 
 from pqcache.diagnostics.trace import SUFFIX, TraceRecorder
@@ -125,3 +128,27 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
     roots = "pqcache|baselines|configs|tests|scripts|docs|results|notebooks"
     named = re.findall(rf"`((?:{roots})/[\w/.-]+)`", text) if path in PAGES else []
     assert broken + [name for name in named if not (REPO / name).exists() and name not in NOT_YET] == []
+
+
+# -- the table of faults -----------------------------------------------------------------------------------------------
+
+
+def size(module: Any, name: str) -> int:
+    """How many cases a list or a dictionary has, or a test of random ones tries."""
+    found = getattr(module, name)
+    return found._hypothesis_internal_use_settings.max_examples if callable(found) else len(found)
+
+
+def test_the_counts_of_faults_are_those_of_the_tests() -> None:
+    page = (REPO / "docs" / "reliability.md").read_text(encoding="utf-8")
+    table = re.findall(r"^\| .* \| (\d+) \| (\d+) \| `([\w/]+)\.(py|yaml)` (.+) \|$", page, re.MULTILINE)
+    assert len(table) == page.count("\n| ") - 1
+    for tried, held, file, kind, names in table:
+        if kind == "yaml":
+            known = yaml.safe_load((REPO / "tests" / f"{file}.yaml").read_text(encoding="utf-8"))
+            counted = len(known[names.strip("`")])
+        else:
+            module = importlib.import_module(f"tests.{file.replace('/', '.')}")
+            products = [re.findall(r"`(\w+)`", part) for part in names.split(",")]
+            counted = sum(math.prod(size(module, name) for name in product) for product in products)
+        assert int(tried) == int(held) == counted, f"{file} {names}: {counted}"

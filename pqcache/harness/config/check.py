@@ -36,7 +36,7 @@ from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
 from pqcache.naming import closest, suggestion
 from pqcache.registry import METHODS, RETIRED, method_class
 
-LONGEST_PROMPT = 2**40  # tokens that a method plans for; no model reads as many
+LARGEST_COUNT = 1 << 24  # of a task's tokens, lines and so on; no model reads as many, and making them would take hours
 SPENT = ("budget", "budget_rule", "budget_of")  # defaults of a method's own options may follow from them
 FOR_COMPOSING = ("cells", "cell", "best_of", "report", "paper_scale", "summary")  # top-level keys that compose.py reads
 
@@ -155,7 +155,7 @@ def finish(draft: Draft) -> Checked:
         why = "is not determined by the tokens it selects; diagnostics=true measures it"
         skip = f"diagnostics=trace: {names['method']} {why}"
     length = options["task"].get("length")
-    if method is not None and not skip and isinstance(length, int) and length < LONGEST_PROMPT and not run.smoke:
+    if method is not None and not skip and isinstance(length, int) and not run.smoke:
         skip = overridden_budget(method, length) if not errors else ""
     skip = skip or without_batches(cls, names["task"], options["task"], run)
     if errors:
@@ -275,6 +275,10 @@ def _check_geometry(options: Options, name: str, errors: list[str]) -> None:
 def _check_task(draft: Draft, errors: list[str]) -> None:
     """`task.*`: each option by itself, then all together."""
     name, typed = draft.names["task"], draft.options["task"]
+    for key, value in typed.items():
+        counts = [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, int)]
+        if max(counts, default=0) > LARGEST_COUNT and not _has(errors, f"task.{key}"):
+            errors.append(f"task.{key}={show(value)}: must be at most {LARGEST_COUNT}")
     accepted = {k: v for k, v in typed.items() if not _has(errors, f"task.{k}")}
     errors += _value_errors(tasks.task_class(name).Options, accepted, draft.base["task"])
     if not any(line.startswith("task.") for line in errors):

@@ -7,6 +7,7 @@ the other evict or pack them.
 
 import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,7 @@ from pqcache.selective.placement import devices
 from pqcache.selective.shape import attending, windows
 
 STEP = 512  # `auto` is a multiple of this
+GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take
 
 Chunk = Literal["auto"] | int | None
@@ -135,19 +137,41 @@ def _meminfo(name: str) -> int | None:
     return None
 
 
-def group_limit(folder: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int | None:
-    """What the process's control groups leave, version 2 or 1, from its own up to the root; None if none sets a limit."""
-    groups = {"": "/", "memory": "/"}  # controllers -> the process's group
+def group_limit(folder: Path = GROUPS, own: Path = OWN) -> int | None:
+    """Bytes that the process's control groups leave; None if none sets a limit."""
+    new, old = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
+    return min((max(0, most - used) for most, used in _limits("memory", new, old, folder, own)), default=None)
+
+
+def group_cpus(folder: Path = GROUPS, own: Path = OWN) -> int | None:
+    """How many CPUs the process's control groups give it all the time, at least 1; None if none sets a limit."""
+    pairs = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), folder, own)
+    return min((max(1, quota // period) for quota, period in pairs if period), default=None)
+
+
+def keep_to_group() -> None:
+    """Compute with no more threads than the container has CPUs, unless OMP_NUM_THREADS says how many."""
+    cpus = None if "OMP_NUM_THREADS" in os.environ else group_cpus()
+    if cpus is not None and cpus < torch.get_num_threads():
+        torch.set_num_threads(cpus)
+
+
+def _limits(
+    controller: str, new: tuple[str, ...], old: tuple[str, ...], folder: Path, own: Path
+) -> Iterator[tuple[int, int]]:
+    """The two numbers of each control group of the process that sets a limit, from its own up to the root.
+
+    new, old: files of version 2 and 1 that hold them. folder: where groups are mounted. own: the file with their names.
+    """
+    groups = {"": "/", controller: "/"}
     with contextlib.suppress(OSError):
-        groups |= {name: path for _, name, path in (line.split(":", 2) for line in own.read_text().splitlines())}
-    left = []
-    for name, limit, used in (
-        ("", "memory.max", "memory.current"),
-        ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
-    ):
+        for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines()):
+            groups |= dict.fromkeys(names.split(","), path)
+    for name, files in (("", new), (controller, old)):
         path = Path(groups[name])
         for group in (path, *path.parents):
             at = folder / name / str(group).lstrip("/")
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
-                left.append(max(0, int((at / limit).read_text()) - int((at / used).read_text())))
-    return min(left, default=None)
+                first, second = (int(word) for file in files for word in (at / file).read_text().split())
+                if first >= 0:  # -1: none in version 1
+                    yield first, second

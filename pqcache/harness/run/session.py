@@ -17,6 +17,7 @@ from lm_eval.tasks.manager import TaskDict
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run.memory import keep_to_group
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
 from pqcache.harness.tasks import TaskRequest, TaskSpec
@@ -56,6 +57,7 @@ class Session:
 
     def __init__(self, watch: Watch | None = None, *, weights: bool = True) -> None:
         """weights: false loads tokenizers and configurations alone."""
+        keep_to_group()
         self.watch, self.weights = watch, weights
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}

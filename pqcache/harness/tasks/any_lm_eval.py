@@ -23,6 +23,7 @@ Deviations from lm-eval's own runs:
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from typing import TYPE_CHECKING, Any
 from pqcache.fields import added
 from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.sources import HUB, LocalSplits, check_source
+from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
 from pqcache.naming import suggestion
 
 if TYPE_CHECKING:
@@ -127,6 +128,10 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                 raise ValueError(f"task.metric={typed}: {self.target} has {', '.join(metrics)}")
             if comma and chosen not in filters:
                 raise ValueError(f"task.metric={typed}: {self.target} has the filters {', '.join(filters)}")
+            if task.OUTPUT_TYPE == "generate_until" and task.get_config("process_results") is None:
+                for number, doc in enumerate(itertools.islice(task.eval_docs, limit), 1):
+                    if blank(task.doc_to_target(doc)):
+                        raise ValueError(f"task.name={self.target}: row {number} has no target; it cannot be graded")
 
     def check_drawn(self, temperature: float) -> None:
         """Refuse decode.temperature where a sub-task scores given texts."""

@@ -18,7 +18,8 @@ from pqcache.harness.tasks.base import TaskRequest, TaskSpec, in_memory
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source
 
 FIELDS = ("question", "answer")
-TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, files=("test.jsonl", "gsm8k_test.jsonl", "test.parquet"))
+FILES = ("test.jsonl", "gsm8k_test.jsonl", "test.parquet")
+TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, graded=FIELDS, files=FILES)
 FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}
 _NAMES = "Anna Boris Clara David Emil Fatima Georg Hanna Igor Julia".split()
 _THINGS = "apples stamps marbles pencils shells coins cards buttons".split()

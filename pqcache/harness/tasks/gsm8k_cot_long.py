@@ -23,7 +23,7 @@ from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.gsm8k_cot import FIELDS, Gsm8kCot, problem
 
 TRAIN = sources.DataSet(
-    "openai/gsm8k", config="main", split="train", fields=FIELDS, files=("train.jsonl", "train.parquet")
+    "openai/gsm8k", config="main", split="train", fields=FIELDS, graded=FIELDS, files=("train.jsonl", "train.parquet")
 )
 EXEMPLARS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)  # rows of the train split, in the prompt's order
 STEPS = (9,) * 8 + (8,) * 2  # lines of reasoning of each

@@ -45,7 +45,7 @@ class LineRetrieval(DataSetTask):
     def __init__(self, name: str, options: LineRetrievalOptions) -> None:
         super().__init__(name, options)
         fields, lines = ("prompt", "expected_number", "num_lines"), options.lines
-        self.data_set = DataSet(REPO, split=str(lines), fields=fields, files=(f"{lines}_lines.jsonl",))
+        self.data_set = DataSet(REPO, split=str(lines), fields=fields, graded=fields, files=(f"{lines}_lines.jsonl",))
 
     def check(self) -> None:
         known = self.options.source != HUB or self.options.lines in ON_HUB

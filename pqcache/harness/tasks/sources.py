@@ -64,6 +64,12 @@ def facts_of(source: str, sha256: dict[str, str], revision: str | None = None, *
     return {"source": source, "revision": revision, **more, "sha256": sha256}
 
 
+def blank(value: Any) -> bool:
+    """Whether a reference answer is none: no text, or a list without one. Numbers are texts."""
+    values = value if isinstance(value, list | tuple) else [value]
+    return not any(one is not None and str(one).strip() for one in values)
+
+
 def _line(error: object) -> str:
     """The first 200 characters of an error, in one line."""
     return " ".join(str(error).split())[:200]
@@ -97,7 +103,7 @@ class DataSet:
             path = path if path.is_file() else local_file(source, *self.files)
             rows, facts = _read_file(path, self.fields, path.stat().st_mtime_ns), file_facts(path)
         for number, row in enumerate(rows[:limit], 1):
-            if empty := [field for field in self.graded if not str(row[field] or "").strip()]:
+            if empty := [field for field in self.graded if blank(row.get(field))]:
                 raise ValueError(
                     f"task.source={source}: row {number}: {', '.join(empty)} is empty; it cannot be graded"
                 )

@@ -13,6 +13,7 @@ from typing import Any
 
 from pqcache.embedded.documents import filler_sentence
 
+TRIES = 50  # rows that are made until one is short enough
 SHORTEST = 128  # tokens; the fixed parts of every layout need that much
 NOMINAL_WORDS = (2000, 6000, 12000)  # LongBench-E: the lengths that rows state in turn, one per bucket
 
@@ -253,7 +254,7 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
     rows = []
     for i in range(n):
         room = tokens
-        while True:
+        for _ in range(TRIES):
             row = _LAYOUTS[dataset](_Writer(Random(f"longbench/{dataset}/{seed}/{tokens}/{i}"), room, counted))
             row_tokens = count(row["context"]) + count(row["input"])
             if row_tokens <= tokens:
@@ -261,8 +262,10 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
             # joined pieces may have more tokens than separate ones
             room -= max(row_tokens - tokens, 4)
             if room < 0:
-                small = f"too small for a row of {dataset} with this tokenizer"
-                raise ValueError(f"task.constructed_tokens={tokens}: {small}")
+                break
+        if row_tokens > tokens:
+            small = f"too small for a row of {dataset} with this tokenizer"
+            raise ValueError(f"task.constructed_tokens={tokens}: {small}")
         words = len(f"{row['context']} {row['input']}".split())
         facts = {
             "length": NOMINAL_WORDS[i % len(NOMINAL_WORDS)] if e else words,

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from pqcache.harness.tasks import metrics
+from pqcache.harness.tasks.sources import blank
 
 FIELDS = ("input", "context", "answers", "length", "dataset", "language", "all_classes", "_id")
 
@@ -80,12 +81,12 @@ def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:
 def check_row(dataset: str, row: dict[str, Any], where: str) -> None:
     """Refuse a row that is not in LongBench's format."""
     answers, classes = row["answers"], row["all_classes"]
-    texts = all(isinstance(text, str) for text in (row["input"], row["context"], *(answers or [None])))
-    listed = isinstance(answers, list) and (isinstance(classes, list) or dataset != "trec")
+    texts = all(isinstance(text, str) for text in (row["input"], row["context"], *(answers or [])))
+    listed = isinstance(answers, list) and not blank(answers) and (isinstance(classes, list) or dataset != "trec")
     if not (listed and texts and isinstance(row["length"], int)):
         raise ValueError(
             f"task.source: {where}: no row of LongBench (input and context are texts, answers a list of texts,"
-            " length a number, all_classes of trec a list)"
+            " not all empty, length a number, all_classes of trec a list)"
         )
 
 

@@ -19,6 +19,7 @@ from pqcache.harness.tasks.ruler.constructed import FAMILIES, NIAH
 from pqcache.harness.tasks.sources import HUB, SUFFIXES, DataSet, Facts, Rows, facts_of, published_texts
 
 FIELDS = ("context", "question", "answer_prefix", "answer", "task")
+GRADED = ("context", "answer")
 GENERATED = ("input", "outputs")
 
 RowsByFamily = dict[str, Rows]
@@ -32,7 +33,7 @@ def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamil
     path = Path(source).expanduser()
     whole = [path, *(path / f"{length}{ending}" for ending in SUFFIXES)]
     if source == HUB:
-        rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS).read(HUB)
+        rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS, graded=GRADED).read(HUB)
         by_family = _sorted(rows)
     elif (file := next((one for one in whole if one.is_file()), None)) is not None:
         by_family, facts = _read_file(file, families)
@@ -59,7 +60,7 @@ def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, Facts
     """One file of either layout. Without a field `task` its name says the task, or there is only one to run."""
     rows, facts = DataSet(str(path)).read(str(path))
     if "input" not in rows[0]:
-        rows, facts = DataSet(str(path), fields=FIELDS).read(str(path))
+        rows, facts = DataSet(str(path), fields=FIELDS, graded=GRADED).read(str(path))
         return _sorted(rows), facts
     names = [name for name in (path.name.partition(".")[0], path.parent.name) if name in FAMILIES]
     alone = (names or [*families])[0] if names or len(families) == 1 else None
@@ -84,7 +85,7 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
             continue
         by_family[family] = []  # known to be there, for an error's list
         if family in families:
-            rows, facts = DataSet(str(path), fields=GENERATED).read(str(path))
+            rows, facts = DataSet(str(path), fields=GENERATED, graded=GENERATED).read(str(path))
             by_family[family] = [from_generator(family, row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
             digests[str(path.relative_to(folder))] = next(iter(facts["sha256"].values()))
     wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
