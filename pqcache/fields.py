@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 
 def added(default: Any, *, absent: Any) -> Any:
@@ -41,7 +41,7 @@ def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, A
     return {f.name: (hints[f.name], default_of(f)) for f in fields(cls) if f.name not in left_out}
 
 
-_hints = functools.cache(typing.get_type_hints)  # evaluates annotations, which are text
+_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # annotations are text
 
 
 def default_of(f: Field) -> Any:
@@ -54,6 +54,8 @@ def default_of(f: Field) -> Any:
 # -- values ------------------------------------------------------------------------------------------------------------
 
 LARGEST = 2**63  # numbers below it have an exact place in every file and tensor
+MOST = 1 << 24  # of tokens, samples and so on: no model reads as many, and making them would take hours
+Positive, Whole = Annotated[int, 1, MOST], Annotated[int, 0, MOST]  # a type, its smallest and its largest value
 NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -65,10 +67,19 @@ NAMES = {
 
 
 def coerce(value: Any, kind: Any) -> Any:
-    """`value` as type `kind`. Raises TypeError that says what is expected. An int passes as a float, a bool never as a number."""
+    """`value` as type `kind`. Raises TypeError that says what is expected, or for a value out of its range ValueError.
+
+    An int passes as a float, a bool never as a number.
+    """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if kind is Any:
         return value
+    if origin is Annotated:
+        number, (least, most) = coerce(value, args[0]), args[1:]
+        if least <= number <= most:
+            return number
+        both = f"must be from {least:g} to {most:.6g}" if most < MOST else ""
+        raise ValueError(both or (f"must be at least {least:g}" if number < least else f"must be at most {most}"))
     if origin is Literal:
         for allowed in args:
             if value == allowed and type(value) is type(allowed):
@@ -121,6 +132,8 @@ def _coerce_plain(value: Any, kind: Any) -> Any:
 def describe(kind: Any) -> str:
     """A type in words."""
     origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Annotated:
+        return describe(args[0])
     if origin is Literal:
         return " or ".join(str(a) for a in args)
     if origin in (typing.Union, types.UnionType):

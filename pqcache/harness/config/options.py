@@ -9,11 +9,11 @@ import sys
 import types
 import typing
 from collections.abc import Container, Iterable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pqcache.fields import added
+from pqcache.fields import Positive, Whole, added
 
 GROUPS = ("model", "method", "task", "experiment", "launch")
 COMMON = ("budget", "dense_layers", "protocol", "budget_rule", "budget_of")  # of every Method, and top-level keys
@@ -159,9 +159,9 @@ class RunOptions:
     # what a ratio is a share of: prompt | context (of all earlier tokens, at every step)
     budget_of: Literal["prompt", "context"] = added("prompt", absent="prompt")
     # seeds the task's documents, and torch for each sample; a method's own seeds are its hyper-parameters
-    seed: int = 0
+    seed: Annotated[int, 0, 2**32 - 1] = 0
     # documents of each sub-task: pocket has 8 of them; null: all there are
-    limit: int | None = 20
+    limit: Annotated[int, 1, 100_000] | None = 20
     # the folder of everything that a run writes
     out: str = "results/runs"
     # offline | online | disabled | sync (send the rows of this command that are on disk, compute nothing); where it is not
@@ -178,7 +178,7 @@ class RunOptions:
     # auto | sdpa | flash_attention_2 | standard (the whole matrix, as H2O was published)
     attn: Literal["auto", "sdpa", "flash_attention_2", "standard"] = "auto"
     # how many first layers stay dense; null: the method's own number
-    dense_layers: int | None = None
+    dense_layers: Whole | None = None
     # feed the prompt's last question through the decode path, token by token
     question_as_decode: bool = False
     # aligned: one rule for all methods | paper: as each method's publication says | release: as its released code runs
@@ -195,15 +195,15 @@ class RunOptions:
     # the same samples at any moment
     shared_prefill: Literal["auto", "all"] | bool = "auto"
     # tokens of a prompt that are computed at a time; null: all at once | auto: as many as memory allows, a multiple of 512
-    prefill_chunk: Literal["auto"] | int | None = added(None, absent=None)
+    prefill_chunk: Literal["auto"] | Positive | None = added(None, absent=None)
     # with kernels=auto: auto (decode steps are recorded as a CUDA graph and replayed, where the method allows it) | off
     graph: Literal["auto", "off"] = "auto"
     # decode steps on a CUDA device: torch (its own kernels) | auto (this project's Triton kernels where they serve the method)
     kernels: Literal["torch", "auto"] = added("torch", absent="torch")
     # prompts of similar length that are answered at once; above 1 there are no times and bytes
-    batch: int = added(1, absent=1)
+    batch: Positive = added(1, absent=1)
     # with batch above 1: how many first samples of each sub-task are answered again alone; the row says how many differ
-    batch_check: int = 0
+    batch_check: Whole = 0
     # what a sample's line keeps of its prompt: short (its hash and its last 300 characters) | full (all of it)
     samples: Literal["short", "full"] = "short"
     # do the command's cells anew; what is on disk is kept aside
@@ -219,11 +219,11 @@ class DecodeOptions:
     """`decode.*`: how the next token is chosen."""
 
     # 0: the likeliest token | above 0: tokens are drawn, logits divided by it
-    temperature: float = added(0.0, absent=0.0)
+    temperature: Annotated[float, 0, 1e6] = added(0.0, absent=0.0)
     # draw from the smallest set of likeliest tokens that has this probability
-    top_p: float = added(1.0, absent=1.0)
+    top_p: Annotated[float, 1e-6, 1] = added(1.0, absent=1.0)
     # answers drawn per prompt; a document's score is their mean, and the row has pass@k
-    samples: int = added(1, absent=1)
+    samples: Annotated[int, 1, 10_000] = added(1, absent=1)
 
     @property
     def drawn(self) -> bool:
@@ -258,7 +258,7 @@ class ModelOptions:
     # template decides, and all is scored
     thinking: bool | None = added(None, absent=None)
     # refuse prompts + answers beyond so many tokens; null: what the model's config says
-    max_length: int | None = None
+    max_length: Positive | None = None
     # also read pickled weights (.bin), with torch's weights_only; false: safetensors alone
     allow_pickle: bool = False
     # also run weights that do not fit config.json: tensors without a place, missing or of another shape; the row counts them
@@ -266,7 +266,7 @@ class ModelOptions:
     # of model=random: a name of pqcache.measure.geometries, a hub id or a folder
     geometry: str | None = None
     # of model=random: how many layers; null: all of the geometry's
-    layers: int | None = None
+    layers: Positive | None = None
 
 
 # -- where the cells run -----------------------------------------------------------------------------------------------
@@ -291,20 +291,18 @@ class RayLaunch:
     # local (start Ray on this machine) | auto (the cluster that this machine belongs to) | <host>:<port>
     address: str = "local"
     # processes that keep a model each; null: one for each GPU, or one where there is none
-    workers: int | None = None
+    workers: Positive | None = None
     # of each worker; null: 1 where the cluster has GPUs, else 0
-    gpus_per_worker: float | None = None
+    gpus_per_worker: Annotated[float, 0, 1 << 24] | None = None
     # of each worker; its threads are as many
-    cpus_per_worker: int = 1
+    cpus_per_worker: Positive = 1
     # how often a unit is run again after its worker was lost
-    retries: int = 2
+    retries: Whole = 2
 
     def check(self) -> None:
         """Refuse values that have the right type. Raises a one-line ValueError."""
         if self.address not in ("local", "auto") and not re.fullmatch(r"(ray://)?[^\s:/]+:\d+", self.address):
             raise ValueError(f"address={self.address}: allowed is local, auto or <host>:<port>")
-        _at_least(self, 1, "workers", "cpus_per_worker")
-        _at_least(self, 0, "gpus_per_worker", "retries")
 
 
 @dataclass(kw_only=True)
@@ -314,7 +312,7 @@ class SlurmLaunch:
     name: ClassVar[str] = "slurm"
 
     # array tasks that run at once
-    workers: int = 1
+    workers: Positive = 1
     # null: the cluster's default
     partition: str | None = None
     # null: the user's default
@@ -322,11 +320,11 @@ class SlurmLaunch:
     # null: the user's default
     qos: str | None = None
     # minutes that a task may run
-    time: int = 240
+    time: Positive = 240
     # of each worker
-    gpus_per_worker: int = 0
+    gpus_per_worker: Whole = 0
     # of each worker; its threads are as many
-    cpus_per_worker: int = 1
+    cpus_per_worker: Positive = 1
     # memory of each worker, as SLURM writes it (64G); null: the cluster's default
     mem: str | None = None
     # shell lines to run before a worker starts
@@ -334,22 +332,13 @@ class SlurmLaunch:
     # false: submit and end; the same command later collects what is there
     wait: bool = True
     # how often a unit is run again after its worker was lost
-    retries: int = 2
+    retries: Whole = 2
 
     def check(self) -> None:
         """Refuse values that have the right type. Raises a one-line ValueError."""
-        _at_least(self, 1, "workers", "time", "cpus_per_worker")
-        _at_least(self, 0, "gpus_per_worker", "retries")
         if self.mem is not None and not re.fullmatch(r"\d+[KMGT]?", self.mem):
             raise ValueError(f"mem={self.mem}: allowed is a number with K, M, G or T, or null")
 
 
 Launch = LocalLaunch | RayLaunch | SlurmLaunch
 LAUNCHES: dict[str, type[Launch]] = {cls.name: cls for cls in (LocalLaunch, RayLaunch, SlurmLaunch)}
-
-
-def _at_least(launch: Launch, least: int, *keys: str) -> None:
-    for f in fields(launch):
-        value = getattr(launch, f.name)
-        if f.name in keys and value is not None and value < least:
-            raise ValueError(f"{f.name}={show(value)}: must be at least {least}")

@@ -32,7 +32,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from pqcache.fields import added
+from pqcache.fields import Positive, Whole, added
 from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
@@ -52,13 +52,13 @@ class AnyLmEvalOptions:
     # a folder of your own task definitions (YAML), searched before lm-eval's
     include: str | None = None
     # examples in the prompt; null: the task's own number
-    num_fewshot: int | None = None
+    num_fewshot: Whole | None = None
     # the metric that is the score; null: the task's first
     metric: str | None = None
     # tokens of an answer, where the task itself sets no limit
-    max_new_tokens: int = 256
+    max_new_tokens: Positive = 256
     # tokens of an answer, whatever the task itself says; null: as it says
-    answer_tokens: int | None = added(None, absent=None)
+    answer_tokens: Positive | None = added(None, absent=None)
     # hub (where lm-eval gets it), or a folder or file with the data set's rows: <split>.jsonl, .jsonl.gz or .parquet
     source: str = added(HUB, absent=HUB)
     # let definitions in the folder `include` run Python code: !function, metrics that are downloaded
@@ -67,10 +67,6 @@ class AnyLmEvalOptions:
     def __post_init__(self) -> None:
         folder = None if self.include is None else Path(self.include).expanduser()
         require(folder is None or folder.is_dir(), "include", self.include, "is no folder of task definitions")
-        shots, most, longest = self.num_fewshot, self.max_new_tokens, self.answer_tokens
-        require(shots is None or shots >= 0, "num_fewshot", shots, "must be 0 or more")
-        require(most >= 1, "max_new_tokens", most, "must be at least 1")
-        require(longest is None or longest >= 1, "answer_tokens", longest, "must be at least 1, or null")
         check_source(self.source, words=[HUB])
 
 

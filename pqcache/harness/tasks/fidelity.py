@@ -25,8 +25,9 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Annotated, Any
 
+from pqcache.fields import MOST, Whole
 from pqcache.harness.tasks.base import Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 from pqcache.harness.tasks.needle import Tokens
@@ -41,19 +42,16 @@ class FidelityOptions:
     # book, a .jsonl, .jsonl.gz, .csv or .txt file, or a folder of .txt files
     source: str = BOOK
     # tokens of a prompt: of a text each window, of a file of rows the most
-    length: int = 4096
+    length: Annotated[int, 64, MOST] = 4096
     # tokens of Full's answer
-    tokens: int = 64
+    tokens: Annotated[int, 2, MOST] = 64
     # of a file of rows: leave out prompts of fewer tokens
-    shortest: int = 0
+    shortest: Whole = 0
 
     def __post_init__(self) -> None:
         check_prompts(self.source, BOOK)
-        require(self.length >= 64, "length", self.length, "must be at least 64")
-        require(self.tokens >= 2, "tokens", self.tokens, "must be at least 2")
-        require(
-            0 <= self.shortest <= self.length, "shortest", self.shortest, f"must be from 0 to task.length={self.length}"
-        )
+        allowed = f"must be from 0 to task.length={self.length}"
+        require(self.shortest <= self.length, "shortest", self.shortest, allowed)
 
 
 class Fidelity(Task[FidelityOptions]):

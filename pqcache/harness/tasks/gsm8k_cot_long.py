@@ -16,8 +16,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
+from pqcache.fields import MOST
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.gsm8k_cot import FIELDS, Gsm8kCot, problem
@@ -36,14 +37,12 @@ class Gsm8kCotLongOptions:
     # hub, constructed, or a folder with test.jsonl and train.jsonl
     source: str = sources.HUB
     # worked examples in the prompt
-    shots: int = 10
+    shots: Annotated[int, 0, len(EXEMPLARS)] = 10
     # longest prompt in tokens: examples are left out from the front; null: all of them
-    tokens: int | None = None
+    tokens: Annotated[int, 64, MOST] | None = None
 
     def __post_init__(self) -> None:
         sources.check_source(self.source)
-        require(0 <= self.shots <= len(EXEMPLARS), "shots", self.shots, f"must be from 0 to {len(EXEMPLARS)}")
-        require(self.tokens is None or self.tokens >= 64, "tokens", self.tokens, "must be at least 64, or null")
 
 
 class Gsm8kCotLong(Gsm8kCot):

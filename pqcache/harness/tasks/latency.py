@@ -6,10 +6,10 @@ pqcache/harness/run/latency_rounds.py measures it.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
-from pqcache.fields import added
-from pqcache.harness.tasks.base import Task, require
+from pqcache.fields import MOST, Positive, added
+from pqcache.harness.tasks.base import Task
 
 # The first two decode steps are not timed.
 FEWEST_NEW_TOKENS = 4
@@ -18,20 +18,15 @@ FEWEST_NEW_TOKENS = 4
 @dataclass(kw_only=True)
 class LatencyOptions:
     # prompt tokens
-    length: int = 4096
+    length: Annotated[int, 16, MOST] = 4096
     # tokens generated in each round
-    new_tokens: int = 16
+    new_tokens: Annotated[int, FEWEST_NEW_TOKENS, MOST] = 16
     # timed runs, after one that warms up
-    rounds: int = 3
+    rounds: Positive = 3
     # whether copies and clustering run beside the model; auto: on CUDA
     overlap: Literal["auto", "none", "threads"] = "auto"
     # prompts of this length at once; times and bytes are of the whole batch
-    batch: int = added(1, absent=1)
-
-    def __post_init__(self) -> None:
-        require(self.length >= 16, "length", self.length, "must be at least 16 tokens")
-        for name, least in (("new_tokens", FEWEST_NEW_TOKENS), ("rounds", 1), ("batch", 1)):
-            require(getattr(self, name) >= least, name, getattr(self, name), f"must be at least {least}")
+    batch: Positive = added(1, absent=1)
 
 
 class Latency(Task[LatencyOptions]):

@@ -17,6 +17,7 @@ from random import Random
 from typing import Any
 
 from pqcache.embedded import documents
+from pqcache.fields import Positive
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source, published_texts
 
@@ -29,13 +30,12 @@ LARGEST = 50_000  # value of a line
 @dataclass(kw_only=True)
 class LineRetrievalOptions:
     # lines of a prompt; about 24 tokens each
-    lines: int = 200
+    lines: Positive = 200
     # hub, constructed, or a file or folder with <lines>_lines.jsonl
     source: str = HUB
 
     def __post_init__(self) -> None:
         check_source(self.source)
-        require(self.lines >= 1, "lines", self.lines, "must be at least 1")
 
 
 class LineRetrieval(DataSetTask):

@@ -9,11 +9,11 @@ model makes the documents; without a typed model the task takes weights that wer
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 from pqcache.embedded import load_tokenizer
 from pqcache.embedded import long_chain as generator
-from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec
 
 LONGEST_ANSWER = 6000  # tokens; the evaluation words last for walks of this length
 METRICS = ("steps", "walk", "recall", "covered", "exact", "before_error")
@@ -24,12 +24,7 @@ _FIXED, _PER_ANSWER = 80, 1.15
 @dataclass(kw_only=True)
 class LongChainOptions:
     # tokens of the right answer; the prompt is about as long
-    answer: int = 1000
-
-    def __post_init__(self) -> None:
-        shortest = generator.SHORTEST_ANSWER
-        allowed = f"an int from {shortest} to {LONGEST_ANSWER} tokens"
-        require(shortest <= self.answer <= LONGEST_ANSWER, "answer", self.answer, allowed)
+    answer: Annotated[int, generator.SHORTEST_ANSWER, LONGEST_ANSWER] = 1000
 
 
 class LongChain(Task[LongChainOptions]):

@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Annotated, Any
 
 from pqcache import outside
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
+from pqcache.fields import Positive
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 
@@ -50,9 +51,9 @@ _SENTENCE_END = re.compile(r"(?<!\bMr)(?<!\bMrs)\.[\"')\]’”]*(?=[\sA-Z]|$)")
 @dataclass(kw_only=True)
 class NeedleOptions:
     # longest prompts in tokens, a column of the grid each; null: the model's default grid
-    lengths: list[int] | None = None
+    lengths: list[Positive] | None = None
     # percent of the text before the needle, a line of the grid each; null: the model's default grid
-    depths: list[int] | None = None
+    depths: list[Annotated[int, 0, 100]] | None = None
     # book (the shipped one), or a folder of .txt files; null: generated prose
     haystack: str | None = None
 

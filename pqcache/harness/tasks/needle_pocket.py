@@ -6,18 +6,17 @@ Score: 100 x the share of value words restated at their place. The generator of 
 """
 
 from dataclasses import dataclass
+from typing import Annotated
 
 from pqcache.embedded import needle_pocket as pocket
-from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, require
+from pqcache.fields import MOST
+from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec
 
 
 @dataclass(kw_only=True)
 class NeedlePocketOptions:
     # longest prompt in tokens, chat template included
-    length: int = 2048
-
-    def __post_init__(self) -> None:
-        require(self.length >= 96, "length", self.length, "must be at least 96 tokens")
+    length: Annotated[int, 96, MOST] = 2048
 
 
 class NeedlePocket(Task[NeedlePocketOptions]):

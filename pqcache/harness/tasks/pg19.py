@@ -19,10 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
+from pqcache.fields import MOST, Positive, Whole
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
@@ -42,21 +43,18 @@ class PG19Options:
     # exact: a fresh prefill per position; stream: one pass over the book
     mode: Literal["exact", "stream"] = "exact"
     # tokens of the book, from its start; null: 32000 (the embedded model: 2048)
-    tokens: int | None = None
+    tokens: Annotated[int, 3, MOST] | None = None
     # exact: tokens between two positions
-    stride: int = 250
+    stride: Positive = 250
     # exact: the first position
-    start: int = 0
+    start: Whole = 0
     # stream: tokens of the prompt
-    prefill: int = 1024
+    prefill: Positive = 1024
     # number of the book, from 0
-    book: int = 0
+    book: Whole = 0
 
     def __post_init__(self) -> None:
         check_source(self.source, words=(HUB, BOOK, CONSTRUCTED))
-        for name, least in (("tokens", 3), ("stride", 1), ("start", 0), ("prefill", 1), ("book", 0)):
-            value = getattr(self, name)
-            require(value is None or value >= least, name, value, f"must be at least {least}")
 
 
 class PG19(Task[PG19Options]):

@@ -18,11 +18,13 @@ see `final`.
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Annotated
 
 from pqcache.embedded import load_tokenizer
 from pqcache.embedded import pocket as generator
+from pqcache.fields import MOST
 from pqcache.harness.tasks import metrics
-from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import GENERATED, Task, TaskRequest, TaskSpec, generation_task
 
 # family -> tokens of an answer, metric of (answer, gold)
 FAMILIES: dict[str, tuple[int, Callable[..., float]]] = {
@@ -40,11 +42,7 @@ FAMILIES: dict[str, tuple[int, Callable[..., float]]] = {
 @dataclass(kw_only=True)
 class PocketOptions:
     # longest prompt in tokens, chat template included
-    length: int = 2048
-
-    def __post_init__(self) -> None:
-        shortest = generator.SHORTEST
-        require(self.length >= shortest, "length", self.length, f"must be at least {shortest} tokens")
+    length: Annotated[int, generator.SHORTEST, MOST] = 2048
 
 
 class Pocket(Task[PocketOptions]):

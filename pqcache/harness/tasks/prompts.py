@@ -12,8 +12,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pqcache.fields import MOST
 from pqcache.harness.tasks import metrics
 from pqcache.harness.tasks.base import Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.fidelity import Fidelity, beside_full
@@ -35,13 +36,12 @@ class PromptsOptions:
     # what to do with prompts that are too long: null (refuse them), or middle (leave out the middle)
     cut: Literal["middle"] | None = None
     # tokens of an answer
-    tokens: int = 64
+    tokens: Annotated[int, 2, MOST] = 64
 
     def __post_init__(self) -> None:
         if self.source is not None:
             check_prompts(self.source)
         check_fields(self.fields)
-        require(self.tokens >= 2, "tokens", self.tokens, "must be at least 2")
 
 
 def check_fields(fields: dict | None) -> None:

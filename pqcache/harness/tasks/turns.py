@@ -21,10 +21,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import zip_longest
 from statistics import fmean
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pqcache.embedded import WEIGHTS, load_tokenizer, needle_pocket
 from pqcache.embedded.words import pseudo_words
+from pqcache.fields import Positive
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.prompt_files import check_prompts, prompt_facts, read_prompts
 from pqcache.harness.tasks.prompts import OF_ANSWERS, check_fields
@@ -40,17 +41,15 @@ class TurnsOptions:
     # the file's names of fields, as {messages: dialogue}
     fields: dict | None = None
     # tokens of an answer
-    tokens: int = 48
+    tokens: Positive = 48
     # of constructed rows: tokens of the prompt, the first question included
-    length: int = 2048
+    length: Positive = 2048
     # of constructed rows: questions
-    turns: int = 4
+    turns: Annotated[int, 2, 100] = 4
 
     def __post_init__(self) -> None:
         check_prompts(self.source, CONSTRUCTED)
         check_fields(self.fields)
-        require(self.tokens >= 1, "tokens", self.tokens, "must be at least 1")
-        require(2 <= self.turns <= 100, "turns", self.turns, "must be from 2 to 100")
         least = 40 * self.turns + 60
         require(self.length >= least, "length", self.length, f"must be at least {least} tokens for {self.turns} facts")
 

@@ -15,7 +15,8 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.embedded import documents
-from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
+from pqcache.fields import Positive
+from pqcache.harness.tasks.base import TaskRequest, TaskSpec
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
 
 DATA = DataSet(
@@ -36,11 +37,10 @@ class XSumOptions:
     # the score; all three are in the row's metrics
     rouge: Literal["rouge1", "rouge2", "rougeL"] = "rougeL"
     # sentences of a constructed document
-    sentences: int = 20
+    sentences: Positive = 20
 
     def __post_init__(self) -> None:
         check_source(self.source)
-        require(self.sentences >= 1, "sentences", self.sentences, "must be at least 1")
 
 
 class XSum(DataSetTask):

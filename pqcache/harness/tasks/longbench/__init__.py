@@ -26,8 +26,9 @@ import io
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
+from pqcache.fields import MOST
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.longbench import data_sets
@@ -45,23 +46,19 @@ class LongBenchOptions:
     revision: str | None = None
     # tokens of a prompt before wrapping, a longer one loses its middle; null: the model's published length; kvcache_factory: that
     # of PyramidKV's code, 31500 for Mistral and 7500 for Llama-3
-    max_length: int | Literal["kvcache_factory"] | None = None
+    max_length: Annotated[int, 64, MOST] | Literal["kvcache_factory"] | None = None
     # the turns of a chat; template: the tokenizer's own also where its turns are [INST]
     wrapper: Literal["official", "template"] = "official"
     # data sets whose prompts are not wrapped
     unwrapped: list[str] = field(default_factory=lambda: list(data_sets.UNWRAPPED))
     # longest context and input of a constructed row, in tokens
-    constructed_tokens: int = 1024
+    constructed_tokens: Annotated[int, SHORTEST, MOST] = 1024
 
     def __post_init__(self) -> None:
         sources.check_source(self.source, file=False)
         if self.revision is not None:
             require(self.source == sources.HUB, "revision", self.revision, "only source=hub has revisions")
-        if isinstance(self.max_length, int):
-            require(self.max_length >= 64, "max_length", self.max_length, "must be at least 64 tokens, or null")
         _check_names("unwrapped", self.unwrapped, tuple(data_sets.OFFICIAL))
-        enough = self.constructed_tokens >= SHORTEST
-        require(enough, "constructed_tokens", self.constructed_tokens, f"must be at least {SHORTEST}")
 
 
 @dataclass(kw_only=True)

@@ -18,9 +18,9 @@ be shipped. With `task.haystack=book` essays, words and documents come from the 
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pqcache.fields import added
+from pqcache.fields import MOST, added
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NEW_TOKENS, make_rows, prompt_of
@@ -38,7 +38,7 @@ class RulerOptions:
     # hub, constructed, or a file or folder: <length>.jsonl or .parquet, or <task>/validation.jsonl by RULER's generator
     source: str = HUB
     # tokens of prompt and answer
-    length: int = 4096
+    length: Annotated[int, 512, MOST] = 4096
     # which of the 13 tasks; null: all
     families: list[str] | None = None
     # prose of constructed rows: book (the shipped one); null: constructed sentences
@@ -46,7 +46,6 @@ class RulerOptions:
 
     def __post_init__(self) -> None:
         check_source(self.source)
-        require(self.length >= 512, "length", self.length, "must be at least 512 tokens")
         if self.families is not None:
             require(bool(self.families), "families", self.families, "must name at least one task")
             for name in self.families:
