@@ -28,6 +28,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import Share
 from pqcache.selective.budget import Plan
 from pqcache.selective.evictor import share_out
 from pqcache.selective.group import top_tokens
@@ -66,14 +67,13 @@ class AdaKV(ComposedMethod, RaggedMethod):
     # hyper-parameters of the base
     base_options: dict = field(default_factory=dict)
     # the safeguard: share of the budget that is divided evenly among the KV heads; null: 0.2, in the protocol release 0.5
-    floor: float | None = None
+    floor: Share | None = None
 
     def fill(self) -> None:
         self.by_protocol(floor=(0.2, 0.2, 0.5))
 
     def validate(self) -> None:
         self.part_class("base", prunes_once)
-        self.require("floor", self.floor is None or 0 <= self.floor <= 1, "a number in [0, 1]")
 
     def setup(self) -> None:
         cls = self.part_class("base", prunes_once)

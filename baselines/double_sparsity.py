@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pqcache.fields import added
+from pqcache.fields import Part, Positive, added
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
@@ -130,13 +130,13 @@ class DoubleSparsity(RetrievalMethod):
     # | none (every query head has its own); null: sum_softmax, under protocol=release none
     reduce: str | None = None  # type: ignore[assignment]
     # share of a key's channels that its label has (the paper's channel sparsity, 1/16), at least one channel
-    channel_ratio: float = 1 / 16
+    channel_ratio: Part = 1 / 16
     # weight by which channels are heavy: qk | q | k
     channel: str = "qk"
     # bits per number of a label, 1 to 8, or 16
     label_bits: int = 4
     # tokens of the calibration text, at most
-    calibration_tokens: int = 2048
+    calibration_tokens: Positive = 2048
     # channels and labels of every query head instead of every KV head; null: under protocol=release
     per_query_head: bool | None = added(None, absent=False)
     # round the query's channels to label_bits, too; null: under protocol=release
@@ -156,10 +156,8 @@ class DoubleSparsity(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require("channel_ratio", 0 < self.channel_ratio <= 1, "a float in (0, 1]")
         self.require_one_of("channel", CHANNELS)
         self.require("label_bits", 1 <= self.label_bits <= 8 or self.label_bits == 16, "1..8, or 16")
-        self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
 
     def setup(self) -> None:
         self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (H, r)

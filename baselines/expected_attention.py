@@ -16,10 +16,11 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Annotated, ClassVar
 
 import torch
 
+from pqcache.fields import MOST, Positive, Whole
 from pqcache.selective import rope
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import accumulator_dtype
@@ -110,22 +111,17 @@ class ExpectedAttention(EvictionMethod):
     released: ClassVar[str] = "NVIDIA/kvpress: presses/expected_attention_press.py"
 
     # positions after the prompt whose rotations are averaged
-    n_future: int = 512
+    n_future: Positive = 512
     # added to the expected attention before it is multiplied with the norm of the value; kvpress's leaderboard uses 0.01
-    epsilon: float = 0.0
+    epsilon: Annotated[float, 0, MOST] = 0.0
     # whether the covariance of the queries counts, or their mean alone
     covariance: bool = True
     # first tokens, always kept, whose queries do not count; null: 32 on top of a budget ratio, in the protocols paper and
     # release 4 inside the budget
-    n_sink: int | None = None
+    n_sink: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 4))
-
-    def validate(self) -> None:
-        self.require("n_future", self.n_future >= 1, "an int >= 1")
-        self.require("epsilon", self.epsilon >= 0, "a number >= 0")
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
         self.require_room(self.n_sink or 0)

@@ -23,7 +23,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from pqcache.fields import added
+from pqcache.fields import Positive, Share, Whole, added
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
@@ -121,11 +121,11 @@ class H2O(EvictionMethod):
     # dynamic: each generated token evicts the lightest one outside sinks and local window; static: prune once, after the prompt
     mode: str = "dynamic"
     # the local window's share of the budget, sinks apart
-    recent_ratio: float = 0.5
+    recent_ratio: Share = 0.5
     # tokens of the local window; null: by recent_ratio
-    recent: int | None = None
+    recent: Positive | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
-    n_sink: int | None = None
+    n_sink: Whole | None = None
     # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
     repeat_kv: bool | None = added(None, absent=False)
 
@@ -134,9 +134,6 @@ class H2O(EvictionMethod):
 
     def validate(self) -> None:
         self.require_one_of("mode", MODES)
-        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a number in [0, 1]")
-        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
     def window(self, total: int) -> int:
         return max(1, floor_share(total, self.recent_ratio))

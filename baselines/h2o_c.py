@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from pqcache.fields import Positive, Share
 from pqcache.selective.shape import ModelShape
 
 from .h2o import H2O
@@ -33,18 +34,15 @@ class H2OC(H2O):
     # kv: comm_ratio of the whole KV cache (captions of tables 2 and 3); k: of the keys alone; bytes: of PQ codes
     comm_base: str = "kv"
     # extra communication as a share of the KV cache or the keys
-    comm_ratio: float = 1 / 128
+    comm_ratio: Share = 1 / 128
     # sub-spaces of the PQ codes, with comm_base=bytes
-    m: int = 2
+    m: Positive = 2
     # bits per PQ code, with comm_base=bytes
-    b: int = 6
+    b: Positive = 6
 
     def validate(self) -> None:
         super().validate()
         self.require_one_of("comm_base", COMM_BASES)
-        self.require("comm_ratio", 0 <= self.comm_ratio <= 1, "a number in [0, 1]")
-        self.require("m", self.m >= 1, "an int >= 1")
-        self.require("b", self.b >= 1, "an int >= 1")
 
     def setup(self) -> None:
         self.d = 128  # head dimension, until check_model

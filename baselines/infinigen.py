@@ -34,6 +34,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from pqcache.fields import Part, Positive
 from pqcache.kernels.scaling import capped
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
@@ -237,12 +238,12 @@ class InfiniGen(RetrievalMethod):
     # svd: A by singular vectors; none: A = 1
     skew: str = "svd"
     # tokens of the calibration text, at most
-    calibration_tokens: int = 2048
+    calibration_tokens: Positive = 2048
     # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, in the paper's and the
     # release's protocol 5
     alpha: float | None = None
     # share of the prompt that may be selected at most; null: 1, in the paper's and the release's protocol 0.2
-    cap: float | None = None
+    cap: Part | None = None
 
     def fill(self) -> None:
         self.by_protocol(reduce=("sum_softmax", "sum_softmax", "none"), partial_ratio=(0.2, 0.3, 0.2))
@@ -253,9 +254,7 @@ class InfiniGen(RetrievalMethod):
         self.require("partial_ratio", 0 < (self.partial_ratio or 0) <= 1, "a float in (0, 1]")
         self.require_one_of("column_rule", COLUMN_RULES)
         self.require_one_of("skew", SKEWS)
-        self.require("calibration_tokens", self.calibration_tokens >= 1, "an int >= 1")
         self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
-        self.require("cap", self.cap is None or 0 < self.cap <= 1, "null or a float in (0, 1]")
         if self.dense_layers == 0:
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from pqcache.fields import Whole
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
@@ -26,11 +27,10 @@ class Int8(QuantizationMethod):
     # 8, or 16 for the no-op
     bits: int = 8
     # newest tokens kept exact
-    residual: int = 0
+    residual: Whole = 0
 
     def validate(self) -> None:
         self.require("bits", self.bits in (8, 16), "8 or 16")
-        self.require("residual", self.residual >= 0, "an int >= 0")
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
         return ExactCodec() if self.bits == 16 else TokenCodec(self.bits)

@@ -22,6 +22,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
+from pqcache.fields import Whole
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.eviction import EvictionMethod
@@ -59,16 +60,12 @@ class KeyDiff(EvictionMethod):
     own_rule: ClassVar[str] = "refreshed"
 
     # newest tokens, always kept (the paper's sliding window variant)
-    recent: int = 0
+    recent: Whole = 0
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
-    n_sink: int | None = None
+    n_sink: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0))
-
-    def validate(self) -> None:
-        self.require("recent", self.recent >= 0, "an int >= 0")
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
         self.require_room(self.n_sink or 0, self.recent)

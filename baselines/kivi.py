@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Self
 import torch
 from transformers import PreTrainedConfig
 
+from pqcache.fields import Positive
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
@@ -108,13 +109,12 @@ class KIVI(QuantizationMethod):
     # bits per number, 1 to 8; 16: the no-op
     bits: int = 2
     # tokens of a key channel, and channels of a value, that share a step and a minimum (the paper's G)
-    group: int = 32
+    group: Positive = 32
     # newest tokens kept exact, a multiple of group (the paper's R)
     residual: int = 128
 
     def validate(self) -> None:
         self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
-        self.require("group", self.group >= 1, "an int >= 1")
         self.require(
             "residual",
             self.residual >= 1 and self.residual % self.group == 0,

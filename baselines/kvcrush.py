@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
-from pqcache.fields import added
+from pqcache.fields import Positive, Share, Whole, added
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.eviction import EvictionMethod
 from pqcache.selective.evictor import join_rows
@@ -113,9 +113,9 @@ class KVCrush(ComposedMethod, EvictionMethod):
     # hyper-parameters of the base; it prunes once here
     base_options: dict = field(default_factory=dict)
     # share of the budget for representatives
-    rep_ratio: float = 0.25
+    rep_ratio: Share = 0.25
     # number of representatives; null: by rep_ratio
-    reps: int | None = None
+    reps: Whole | None = None
     # signature to which distances are measured: random, mean, alternate, zeros, ones, inv_mean
     anchor: str = "alternate"
     # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A); null: 0.5, in the protocol
@@ -123,7 +123,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
     bit_quantile: float | str | None = None
     # tokens that are kept or dropped together; scores are summed, signatures joined, budgets counted in whole pages; null: 1, in
     # the protocol release 16
-    page: int | None = None
+    page: Positive | None = None
     # representatives: even (evenly spaced candidates, first and last included) or random (one of each bucket); null: even, in the
     # protocol paper random
     pick: str | None = None
@@ -143,13 +143,10 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
     def validate(self) -> None:
         self.part_class("base", ranks_by_scores)
-        self.require("rep_ratio", 0 <= self.rep_ratio <= 1, "a number in [0, 1]")
-        self.require("reps", self.reps is None or self.reps >= 0, "an int >= 0, or null for rep_ratio")
         self.require_one_of("anchor", ANCHORS)
         quantile = self.bit_quantile
         in_range = isinstance(quantile, int | float) and 0 <= quantile <= 1
         self.require("bit_quantile", quantile == "budget" or in_range, "a number in [0, 1] or budget")
-        self.require("page", self.page is None or self.page >= 1, "an int >= 1")
         self.require_one_of("pick", PICKS)
         self.require_one_of("signature", SIGNATURES)
         self.require_one_of("grouping", GROUPINGS)

@@ -20,10 +20,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 
+from pqcache.fields import MOST, Positive
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.dense import DenseLayer
@@ -130,25 +131,19 @@ class MagicPIG(RetrievalMethod):
     reduce: ClassVar[str] = "none"  # type: ignore[misc]
 
     # bits of a code (K), 1 to 15
-    bits: int = 10
+    bits: Annotated[int, 1, 15] = 10
     # tables (L)
-    tables: int = 150
+    tables: Annotated[int, 2, MOST] = 150
     # of the random directions
     seed: int = 0
     # tokens of the local window; null: by recent_ratio, in the protocols paper and release 64
-    recent: int | None = None
+    recent: Positive | None = None
     # first tokens, always attended; null: 32 on top of a budget ratio, in the protocols paper and release 4
     n_sink: int | None = None  # type: ignore[assignment]
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 4), recent=(None, 64))
         self.planes: dict[tuple[int, str], torch.Tensor] = {}
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("bits", 1 <= self.bits <= 15, "an int from 1 to 15")
-        self.require("tables", self.tables >= 2, "an int >= 2")
-        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
 
     @property
     def traceable(self) -> bool:

@@ -18,6 +18,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
+from pqcache.fields import Positive
 from pqcache.selective.budget import Plan
 
 from .snapkv import SnapKV
@@ -57,13 +58,9 @@ class PyramidKV(SnapKV):
 
     published: str = "pyramidkv"
     # the last layer's share of the mean is 1/beta
-    beta: int = 20
+    beta: Positive = 20
     # round the progression so that the layers sum to the budget; the published steps err high, by 4.6 % at 128 tokens
     exact_total: bool = False
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("beta", self.beta >= 1, "an int >= 1")
 
     def level(self, tokens: int, s: int, layer_idx: int, n_layers: int) -> Plan:
         return SnapKV.plan(self.at(tokens), s, layer_idx, n_layers)

@@ -23,7 +23,7 @@ from typing import ClassVar
 import torch
 
 from pqcache import kernels
-from pqcache.fields import added
+from pqcache.fields import Positive, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
@@ -125,19 +125,14 @@ class Quest(RetrievalMethod):
     # none: every query head chooses its own pages, as published; sum_logit: per KV head, by the sum of its group's bounds
     reduce: str = "none"
     # tokens per page (section 3.3)
-    page: int = 16
+    page: Positive = 16
     # pages attended, at least; null: 1, in the release's protocol 3
-    least_pages: int | None = added(None, absent=1)
+    least_pages: Positive | None = added(None, absent=1)
     # whether the page of the newest past token is always attended; null: true, in the release's protocol false
     newest: bool | None = added(None, absent=True)
 
     def fill(self) -> None:
         self.by_protocol(least_pages=(1, 1, 3), newest=(True, True, False))
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("page", self.page >= 1, "an int >= 1")
-        self.require("least_pages", self.least_pages is None or self.least_pages >= 1, "null or an int >= 1")
 
     @property
     def keeps_rule(self) -> bool:

@@ -21,6 +21,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import Whole
 from pqcache.selective import rope
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.group import per_head, top_tokens
@@ -205,7 +206,7 @@ class ShadowKV(RetrievalMethod):
     # whole chunks before the prompt's end that stay exact
     local_chunks: int = 4
     # chunks that are always attended; null: 3 per 16 chosen ones, in the protocol release 48
-    outliers: int | None = None
+    outliers: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(outliers=(None, None, 48))
@@ -214,7 +215,6 @@ class ShadowKV(RetrievalMethod):
         super().validate()
         for name in ("chunk", "rank", "local_chunks"):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
-        self.require("outliers", self.outliers is None or self.outliers >= 0, "null or an int >= 0")
 
     def check_model(self, config: Any) -> None:
         check_rotated(config.get_text_config(decoder=True), f"method={self.name}")

@@ -26,7 +26,7 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from pqcache.fields import added
+from pqcache.fields import Positive, Whole, added
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import QueryWindow
 from pqcache.selective.eviction import EvictionMethod
@@ -86,15 +86,15 @@ class SnapKV(EvictionMethod):
     # published set for w, kernel and pooling: snapkv (32, 7, max), pyramidkv (8, 7, max) or listing (64, 5, avg)
     published: str = "snapkv"
     # tokens of the observation window; null: by published
-    w: int | None = None
+    w: Positive | None = None
     # tokens pooled around each key, odd; null: by published
     kernel: int | None = None
     # max or avg; null: by published
     pooling: str | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
-    n_sink: int | None = None
+    n_sink: Whole | None = None
     # newest tokens, always kept; null: the observation window
-    recent: int | None = added(None, absent=None)
+    recent: Positive | None = added(None, absent=None)
     # K and V once per query head, each of which keeps tokens of its own; null: only in the protocol release
     repeat_kv: bool | None = added(None, absent=False)
 
@@ -104,12 +104,9 @@ class SnapKV(EvictionMethod):
         self.by_protocol(w=(w,), kernel=(kernel,), pooling=(pooling,), n_sink=(32, 0), repeat_kv=(False, False, True))
 
     def validate(self) -> None:
-        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for the window")
-        self.require("w", self.w is None or self.w >= 1, "an int >= 1")
         odd = self.kernel is None or (self.kernel >= 1 and self.kernel % 2 == 1)
         self.require("kernel", odd, "an odd int >= 1")
         self.require_one_of("pooling", POOLING)
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
     @property
     def prunes_turns(self) -> bool:

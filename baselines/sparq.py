@@ -19,6 +19,7 @@ from typing import ClassVar
 import torch
 
 from pqcache import kernels
+from pqcache.fields import Positive
 from pqcache.kernels.scaling import capped
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share, partition_plan
@@ -187,7 +188,7 @@ class SparQ(RetrievalMethod):
     # | none (every query head has its own); null: sum_softmax, under protocol=release sum_logit
     reduce: str | None = None  # type: ignore[assignment]
     # components of the query that are used, at most the head dimension (PQCache, section 4.2.1, uses 1: 1/128 of K)
-    r: int = 1
+    r: Positive = 1
     # give the softmax mass of the tokens left out to the mean value (section 4, step 3)
     reallocate: bool = False
 
@@ -197,10 +198,6 @@ class SparQ(RetrievalMethod):
 
     def fill(self) -> None:
         self.by_protocol(reduce=("sum_softmax", "sum_softmax", "sum_logit"))
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("r", self.r >= 1, "an int >= 1")
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         aligned = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)

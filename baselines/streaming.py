@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pqcache.fields import Whole
 from pqcache.selective import rope
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, partition_plan
@@ -48,14 +49,13 @@ class StreamingLLM(EvictionMethod):
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 4 inside the budget
-    n_sink: int | None = None
+    n_sink: Whole | None = None
     # static: prune once, after the prompt; dynamic: each generated token evicts the oldest one after the sinks; rolling:
     # dynamic, and keys are rotated by their rank in the cache, as published; null: static, in the protocol release rolling, and
     # dynamic where the budget holds at every step (budget_rule)
     mode: str | None = None
 
     def validate(self) -> None:
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
         if self.mode is not None:
             self.require_one_of("mode", MODES)
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import torch
 
+from pqcache.fields import Whole
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext
@@ -68,17 +69,15 @@ class TOVA(EvictionMethod):
     # dynamic: each generated token evicts the one that its query attends to least; static: prune once, after the prompt
     mode: str = "dynamic"
     # newest tokens, always kept; null: 1, in the protocols paper and release 0
-    recent: int | None = None
+    recent: Whole | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
-    n_sink: int | None = None
+    n_sink: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), recent=(1, 0))
 
     def validate(self) -> None:
         self.require_one_of("mode", MODES)
-        self.require("recent", self.recent is None or self.recent >= 0, "an int >= 0")
-        self.require("n_sink", self.n_sink is None or self.n_sink >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
         self.require_room(self.n_sink or 0, self.recent or 0)

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
+from pqcache.fields import Whole
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
@@ -114,11 +115,10 @@ class TurboQuant(QuantizationMethod):
     # whether a key's last bit is spent on signs that make products with queries unbiased
     sketch: bool = False
     # newest tokens kept exact
-    residual: int = 0
+    residual: Whole = 0
 
     def validate(self) -> None:
         self.require("bits", 2 <= self.bits <= 8 or self.bits == 16, "an int from 2 to 8, or 16")
-        self.require("residual", self.residual >= 0, "an int >= 0")
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         codecs: list[Codec] = [

@@ -55,7 +55,11 @@ def default_of(f: Field) -> Any:
 
 LARGEST = 2**63  # numbers below it have an exact place in every file and tensor
 MOST = 1 << 24  # of tokens, samples and so on: no model reads as many, and making them would take hours
-Positive, Whole = Annotated[int, 1, MOST], Annotated[int, 0, MOST]  # a type, its smallest and its largest value
+# a type, its smallest and its largest value
+Positive = Annotated[int, 1, MOST]
+Whole = Annotated[int, 0, MOST]
+Share = Annotated[float, 0, 1]
+Part = Annotated[float, 1e-6, 1]
 NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -150,6 +154,17 @@ def literals(kind: Any) -> list[Any]:
     if typing.get_origin(kind) is Literal:
         return list(typing.get_args(kind))
     return [word for arg in typing.get_args(kind) for word in literals(arg)]
+
+
+def check_ranges(options: Any) -> None:
+    """Raise the one-line ValueError of the first field of a dataclass whose number is out of the range of its type."""
+    for name, (kind, _) in option_fields(type(options)).items():
+        value = getattr(options, name)
+        for one in (kind, *typing.get_args(kind)):
+            if typing.get_origin(one) is Annotated and isinstance(value, int | float):
+                least, most = typing.get_args(one)[1:]
+                if not least <= value <= most:
+                    raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g} to {most:.8g}")
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

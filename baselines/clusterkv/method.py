@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.fields import added
+from pqcache.fields import Whole, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
@@ -256,7 +256,7 @@ class ClusterKV(RetrievalMethod):
     clusters: int | None = None
     # generated tokens that are clustered together; 0: none are (store=resident); null: 320, in the release's protocol 0
     # (store=host: 320)
-    window: int | None = None
+    window: Whole | None = None
     # clusters they get; null: 4, in the release's protocol 8
     window_clusters: int | None = None
     # keys the K-Means starts from: random (different ones) | repeated (drawn with replacement) | plusplus (k-means++); null:
@@ -269,7 +269,7 @@ class ClusterKV(RetrievalMethod):
     # seed of the initial centroids
     kmeans_seed: int = 4321
     # with store=host, tokens fetched in this many last steps stay on the device (the paper's R)
-    cache_steps: int = 1
+    cache_steps: Whole = 1
 
     def validate(self) -> None:
         super().validate()
@@ -277,11 +277,9 @@ class ClusterKV(RetrievalMethod):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
         for name in ("clusters", "window_clusters"):
             self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "null or an int >= 1")
-        self.require("window", self.window is None or self.window >= 0, "null or an int >= 0")
         self.require(
             "window", self.window != 0 or self.store == "resident", "null or an int >= 1 with a store on the host"
         )
-        self.require("cache_steps", self.cache_steps >= 0, "an int >= 0")
         self.require_one_of("distance", DISTANCES)
         if self.init is not None:
             self.require_one_of("init", INITS)

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from pqcache.fields import Part
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionLayer, EvictionMethod
 from pqcache.selective.layer import LayerContext, SelectiveLayer
@@ -147,12 +148,11 @@ class Coded(ComposedMethod):
     # hyper-parameters of the codec
     codec_options: dict = field(default_factory=dict)
     # the codec's budget, a share of 16 bits, if it has one (zipcache, mikv); 1.0 keeps tokens exact under every codec
-    codec_budget: float = 0.2
+    codec_budget: Part = 0.2
 
     def validate(self) -> None:
         self.part_class("policy", chooses)
         self.part_class("codec", codes)
-        self.require("codec_budget", 0 < self.codec_budget <= 1, "a number in (0, 1]")
 
     def setup(self) -> None:
         cls = self.part_class("policy", chooses)

@@ -16,6 +16,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 
+from pqcache.fields import Part
 from pqcache.selective.budget import Budget, Plan
 from pqcache.selective.eviction import EvictionMethod, kept_of
 from pqcache.selective.evictor import Evictor
@@ -117,7 +118,7 @@ class EvictRetrieve(ComposedMethod):
     # hyper-parameters of the eviction method
     evict_options: dict = field(default_factory=dict)
     # share of the prompt that the eviction method keeps, its sinks apart
-    keep: float = 0.5
+    keep: Part = 0.5
     # retrieval method that selects from what is left
     retrieve: str = "pqcache"
     # hyper-parameters of the retrieval method, its store among them
@@ -126,7 +127,6 @@ class EvictRetrieve(ComposedMethod):
     def validate(self) -> None:
         self.part_class("evict", evicts)
         self.part_class("retrieve", retrieves)
-        self.require("keep", 0 < self.keep <= 1, "a number in (0, 1]")
 
     def setup(self) -> None:
         common = {**self.spent(), "dense_layers": self.dense_layers}

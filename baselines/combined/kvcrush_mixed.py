@@ -13,11 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
 
+from pqcache.fields import Positive
 from pqcache.selective.attention import row_mask
 from pqcache.selective.eviction import EvictionLayer, kept_of
 from pqcache.selective.evictor import join_rows
@@ -131,18 +132,13 @@ class KVCrushMixed(KVCrush):
     composable: ClassVar[bool] = False  # its layer stores representatives apart
 
     # bits of the representatives' codes, for K and V
-    bits: int = 4
+    bits: Annotated[int, 1, 8] = 4
     # consecutive channels of a token that share a step and a minimum (fp16); null: all channels of a KV head
-    group: int | None = 32
+    group: Positive | None = 32
 
     @property
     def keeps_rule(self) -> bool:
         return not self.ranks_by_steps  # packed tokens are attended without their probabilities
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("bits", 1 <= self.bits <= 8, "1..8")
-        self.require("group", self.group is None or self.group >= 1, "an int >= 1, or null")
 
     def check_model(self, config: PreTrainedConfig) -> None:
         super().check_model(config)

@@ -22,6 +22,7 @@ from typing import ClassVar
 
 import torch
 
+from pqcache.fields import Part
 from pqcache.selective.index import Candidates, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape
@@ -75,7 +76,7 @@ class Twilight(TwoStage):
     # retrieval method whose index estimates the weights
     second: str = "coded_keys"
     # sum of the weights that are attended, at least, in (0, 1]
-    p: float = 0.85
+    p: Part = 0.85
     # first tokens, always attended; null: 32 on top of a budget ratio, in the protocols paper and release 0
     n_sink: int | None = None  # type: ignore[assignment]
     # share of the budget that is the local window; null: 0.5, in the protocols paper and release 0 (one token)
@@ -86,10 +87,6 @@ class Twilight(TwoStage):
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), recent_ratio=(0.5, 0.0), reduce=("sum_softmax", "none"))
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("p", 0 < self.p <= 1, "a number in (0, 1]")
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> TwilightIndex:
         first, second = (part.make_index(layer_idx, shape) for part in (self.shortener, self.ranker))

@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
 
 from pqcache import kernels
+from pqcache.fields import MOST
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
 from pqcache.selective.group import group_reduce, top_tokens
@@ -209,13 +210,12 @@ class TwoStage(ComposedMethod, RetrievalMethod):
     # hyper-parameters of the second method
     second_options: dict = field(default_factory=dict)
     # length of the shortlist in multiples of the tokens to select, at least 1
-    shortlist: float = 4.0
+    shortlist: Annotated[float, 1, MOST] = 4.0
 
     def validate(self) -> None:
         super().validate()
         self.part_class("first", shortens)
         self.part_class("second", ranks)
-        self.require("shortlist", self.shortlist >= 1, "a number >= 1")
 
     def setup(self) -> None:
         self.shortener = self._make_stage("first", self.part_class("first", shortens))

@@ -37,6 +37,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig
 
+from pqcache.fields import Positive, Share
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec
@@ -78,29 +79,25 @@ class GEAR(QuantizationMethod):
     # kivi: groups of `group` tokens or channels (at 2 bits)
     backbone: str = "kcvt"
     # tokens or channels per step and minimum, with backbone=kivi
-    group: int = 64
+    group: Positive = 64
     # share of each channel or token that is stored exactly, with positions: half are the largest numbers, half the smallest
-    outliers: float = 0.02
+    outliers: Share = 0.02
     # rank of the low-rank part per KV head, in the prompt's block
     rank: int = 4
     # rank in later blocks
     new_rank: int = 2
     # rounds of power iteration
-    rounds: int = 3
+    rounds: Positive = 3
     # generated tokens per block, exact until a block is full (the KCVT runs also use 20)
-    residual: int = 64
+    residual: Positive = 64
     # seed of the iteration's start, the same for all rows, heads and blocks
     seed: int = 0
 
     def validate(self) -> None:
         self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
         self.require_one_of("backbone", BACKBONES)
-        self.require("group", self.group >= 1, "an int >= 1")
-        self.require("outliers", 0 <= self.outliers <= 1, "a share in [0, 1]")
         for name in ("rank", "new_rank"):
             self.require(name, getattr(self, name) >= 0, "an int >= 0")
-        self.require("rounds", self.rounds >= 1, "an int >= 1")
-        self.require("residual", self.residual >= 1, "an int >= 1")
         if self.backbone == "kivi":
             self.require("residual", self.residual % self.group == 0, f"a multiple of group={self.group}")
 

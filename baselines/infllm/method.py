@@ -24,6 +24,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.budget import Budget, Plan, partition_plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
@@ -54,15 +55,15 @@ class InfLLM(Method):
     own_rule: ClassVar[str] = "whole"
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128
-    n_init: int | None = None
+    n_init: Whole | None = None
     # tokens of the window, the query's own included; null: by the budget, in the paper's protocol 4096
-    n_local: int | None = None
+    n_local: Positive | None = None
     # blocks retrieved; null: by the budget, in the paper's protocol 16
-    topk: int | None = None
+    topk: Whole | None = None
     # tokens of a block whose mean key represents it; null: 1, in the paper's protocol 4
     reps: int | None = None
     # share of the budget that is the window
-    recent_ratio: float = 0.5
+    recent_ratio: Share = 0.5
     # tokens per block
     block: int = 128
     # prompt queries that choose blocks together, by their mean
@@ -82,10 +83,6 @@ class InfLLM(Method):
         self.by_protocol(n_init=(32, 128), reps=(1, 4), n_local=(None, 4096), topk=(None, 16))
 
     def validate(self) -> None:
-        self.require("n_init", self.n_init is None or self.n_init >= 0, "an int >= 0")
-        self.require("n_local", self.n_local is None or self.n_local >= 1, "null or an int >= 1")
-        self.require("topk", self.topk is None or self.topk >= 0, "null or an int >= 0")
-        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")
         for name in ("block", "exc_block", "max_cached_blocks"):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
         fits = self.reps is None or 1 <= self.reps <= self.block

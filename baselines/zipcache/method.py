@@ -29,6 +29,8 @@ from typing import ClassVar
 
 from transformers import PreTrainedTokenizerBase
 
+from pqcache.fields import Share
+
 from .probes import PROBES, ProbeRule, special_tokens
 from .salient import SalientMethod
 
@@ -43,7 +45,7 @@ class ZipCache(SalientMethod):
     # which queries are probes: random_recent (the paper's choice), random, recent, special (tokens and punctuation), all
     probes: str = "random_recent"
     # share of the tokens that are recent probes; random and recent alone take both shares
-    recent_share: float = 0.05
+    recent_share: Share = 0.05
     # share of the tokens that are random probes
     random_share: float = 0.05
     # a token's sum is divided by the number of probes, or by the number of queries (full), that see it; null: probes
@@ -58,7 +60,6 @@ class ZipCache(SalientMethod):
     def validate(self) -> None:
         super().validate()
         self.require_one_of("probes", PROBES)
-        self.require("recent_share", 0 <= self.recent_share <= 1, "a number in [0, 1]")
         self.require(
             "random_share",
             0 <= self.random_share <= 1 - self.recent_share,

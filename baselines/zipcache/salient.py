@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Self
 
+from pqcache.fields import Positive
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import ExactCodec
@@ -38,7 +39,7 @@ class SalientMethod(QuantizationMethod):
     packs_prompt: ClassVar[bool] = True
 
     # bits of a salient token's codes
-    bits_high: int = 4
+    bits_high: Annotated[int, 2, 8] = 4
     # bits of a regular token's codes
     bits_low: int = 2
     # share of salient tokens; it must agree with the budget; null: by the budget
@@ -47,25 +48,21 @@ class SalientMethod(QuantizationMethod):
     # divided by sqrt(max |v|)), channel-token, token, or group (`group` channels of a token)
     granularity: str = "channel-cst"
     # channels per step and minimum, with granularity=group
-    group: int = 32
+    group: Positive = 32
     # generated tokens that are packed together, exact until then
-    gap: int = 100
+    gap: Positive = 100
     # whole: pack old tokens again where new ones widen a range; segment: tokens packed together have ranges of their own
     recompress: str = "whole"
     # one ranking per KV head (head) or per layer (layer)
     scope: str = "head"
     # seed of random probes
-    seed: int = 0
+    seed: Annotated[int, 0, 2**63 - 1] = 0
 
     def validate(self) -> None:
-        self.require("bits_high", 2 <= self.bits_high <= 8, "an int in 2..8")
         self.require("bits_low", 1 <= self.bits_low < self.bits_high, f"an int >= 1 below bits_high={self.bits_high}")
         self.require_one_of("granularity", tuple(GRANULARITIES))
-        self.require("group", self.group >= 1, "an int >= 1")
-        self.require("gap", self.gap >= 1, "an int >= 1")
         self.require_one_of("recompress", RECOMPRESS)
         self.require_one_of("scope", ("head", "layer"))
-        self.require("seed", self.seed >= 0, "an int >= 0")
 
     def check_budget(self) -> None:
         lowest, highest = self.bits_low / 16, self.bits_high / 16

@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pqcache.fields import added
+from pqcache.fields import MOST, Whole, added
 from pqcache.pq.fit import Clustering
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
@@ -57,12 +57,12 @@ class PQCache(RetrievalMethod):
     # sub-spaces per key: 1 | 2 | 4 | 8 | 16, a divisor of the head dimension
     m: int = 2
     # bits per code: 2^b centroids per sub-space
-    b: int = 6
+    b: Annotated[int, 1, 12] = 6
     # maximum K-Means rounds | adaptive: as many as end within one layer's prefill (section 3.3), by a profile of this machine,
     # measured before the first prompt; scores then depend on the machine, and the result row records the rounds
     max_iter: int | str = 5
     # K-Means stops when the squared movements of the centroids sum to at most tol times the keys' mean variance
-    tol: float = 1e-4
+    tol: Annotated[float, 0, MOST] = 1e-4
     # seed of the first centroids
     kmeans_seed: int = 4321
     # where K-Means runs: cpu | cuda | auto (where the keys are)
@@ -72,7 +72,7 @@ class PQCache(RetrievalMethod):
     codes_store: str = "resident"
     # cluster again, over all keys so far, after every so many generated tokens; 0: never, as published. The step waits for it,
     # and steps are not done by kernels on the device
-    refit_every: int = added(0, absent=0)
+    refit_every: Whole = added(0, absent=0)
 
     def fill(self) -> None:
         self.by_protocol(cache_policy=("lru", "lru", "lfu"))
@@ -80,12 +80,9 @@ class PQCache(RetrievalMethod):
     def validate(self) -> None:
         super().validate()
         self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
-        self.require("b", 1 <= self.b <= 12, "an int in 1..12")
         rounds = isinstance(self.max_iter, int) and self.max_iter >= 1
         self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
-        self.require("tol", self.tol >= 0, "a float >= 0")
         self.require_one_of("codes_store", CODES_STORES)
-        self.require("refit_every", self.refit_every >= 0, "an int >= 0")
         self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")

@@ -7,6 +7,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
+from pqcache.fields import Whole, check_ranges
 from pqcache.naming import closest
 from pqcache.selective.budget import RULES, Allowance, Budget, Plan
 from pqcache.selective.dense import DenseLayer
@@ -59,7 +60,7 @@ class Method:
     release_dense_layers: ClassVar[int | None] = None  # None: as the paper's
 
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
-    dense_layers: int | None = None
+    dense_layers: Whole | None = None
     protocol: str = "aligned"
     budget_rule: str | None = None
     budget_of: str = "prompt"
@@ -72,7 +73,7 @@ class Method:
         self.fill()
         if self.dense_layers is None:
             self.dense_layers = self.default_dense_layers(self.protocol)
-        self.require("dense_layers", self.dense_layers >= 0, "an int >= 0")
+        check_ranges(self)
         self.validate()
         self.setup()
         self._check_rule()

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from pqcache.fields import coerce, option_fields
 from pqcache.registry import METHODS, RETIRED, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
@@ -77,15 +78,18 @@ class ComposedMethod(Method):
         """
         gone = RETIRED.get(cls.name, {})
         options = {key: value for key, value in getattr(self, option).items() if key not in gone or value != gone[key]}
-        known = {f.name: str(f.type).split(" | ") for f in fields(cls) if f.name not in common}
+        known = option_fields(cls, common)
         for key, value in options.items():
             if key in common:
                 raise ValueError(f"{option}={options}: allowed is what is the part's own, without {key}")
             if key not in known:
                 raise ValueError(f"{option}={options}: {cls.name} has no {key}; known: {', '.join(known)}")
-            kind = "None" if value is None else type(value).__name__
-            if kind not in known[key] and not (kind == "int" and "float" in known[key]):
-                raise ValueError(f"{option}={options}: {key} takes {' or '.join(known[key])}")
+            try:
+                coerce(value, known[key][0])
+            except TypeError as expected:
+                raise ValueError(f"{option}={options}: {key} takes {expected}") from None
+            except ValueError:  # out of its range, which the part says itself
+                break
         try:
             return cls(**{**defaults, **options, **common})
         except NotApplicable:

@@ -28,6 +28,7 @@ from typing import ClassVar, cast
 import torch
 import torch.nn.functional as F
 
+from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.attention import attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
@@ -64,9 +65,9 @@ class RetrievalMethod(Method):
     shared_reduce: ClassVar[str] = "sum_softmax"  # a `reduce` under which the query heads of a group choose together
 
     # first tokens, always attended, on top of a budget ratio
-    n_sink: int = 32
+    n_sink: Whole = 32
     # share of the budget that is the local window
-    recent_ratio: float = 0.5
+    recent_ratio: Share = 0.5
     # resident (K and V on the device) | host (sinks and window on the device, the rest fetched) | block_cache (host, with
     # blocks of tokens on the device)
     store: str = "resident"
@@ -74,11 +75,11 @@ class RetrievalMethod(Method):
     # | none (every query head has its own)
     reduce: str = "sum_softmax"
     # store=block_cache: tokens per block
-    cache_block: int = 128
+    cache_block: Positive = 128
     # store=block_cache: tokens on the device, per layer and row
     cache_tokens: int = 4096
     # store=block_cache: blocks that the policy sees per step, those with the most selected tokens
-    cache_topk: int = 32
+    cache_topk: Positive = 32
     # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached) | paying (no blocks: rows that a step fetched
     # anyway, by how often they were read, so that nothing is refilled; cache_block and cache_topk have no effect)
     cache_policy: str = "lru"
@@ -98,13 +99,9 @@ class RetrievalMethod(Method):
         return not self.estimates_rest  # else the output is more than attention to the selected tokens
 
     def validate(self) -> None:
-        self.require("n_sink", self.n_sink >= 0, "an int >= 0")
-        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")
         self.require_one_of("store", STORES)
         self.require_one_of("reduce", REDUCTIONS)
-        self.require("cache_block", self.cache_block >= 1, "an int >= 1")
         self.require("cache_tokens", self.cache_tokens >= self.cache_block, f"an int >= cache_block={self.cache_block}")
-        self.require("cache_topk", self.cache_topk >= 1, "an int >= 1")
         self.require_one_of("cache_policy", POLICIES)
 
     def check_budget(self) -> None:

@@ -233,8 +233,8 @@ def _typed(
             close = closest(value, map(str, literals(kind))) if isinstance(value, str) else None
             hint = f"; did you mean {close}?" if close is not None else ""
             errors.append(f"{prefix}{key}={show(value)}: expected {expected} (default {show(default)}){hint}")
-        except ValueError as allowed_:
-            errors.append(f"{prefix}{key}={show(value)}: {allowed_}")
+        except ValueError as out_of_range:
+            errors.append(f"{prefix}{key}={show(value)}: {out_of_range}")
     return values
 
 

@@ -165,8 +165,8 @@ def _limits(
     """
     groups = {"": "/", controller: "/"}
     with contextlib.suppress(OSError):
-        for _, names, path in (line.split(":", 2) for line in own.read_text().splitlines()):
-            groups |= dict.fromkeys(names.split(","), path)
+        for _, names, place in (line.split(":", 2) for line in own.read_text().splitlines()):
+            groups |= dict.fromkeys(names.split(","), place)
     for name, files in (("", new), (controller, old)):
         path = Path(groups[name])
         for group in (path, *path.parents):
