@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
@@ -30,7 +30,6 @@ from pqcache.store.quantizer import pack_codes, unpack_codes
 from .turboquant import TurboCodec, random_matrix
 
 TILE = 4096  # tokens decoded at a time
-CODES = ("range", "turboquant", "rabitq")
 
 
 class SignCodec(BufferCodec):
@@ -100,7 +99,7 @@ class CodedKeys(RetrievalMethod):
     ranks_shortlists: ClassVar[bool] = True
 
     # range (one per token and KV head) | turboquant | rabitq (signs)
-    code: str = "range"
+    code: Literal["range", "turboquant", "rabitq"] = "range"
     # bits of a number, 1 to 8, of which rabitq uses 1; null: 4, with rabitq 1
     bits: int | None = None
 
@@ -113,7 +112,6 @@ class CodedKeys(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require_one_of("code", CODES)
         largest = 1 if self.code == "rabitq" else 8
         self.require("bits", self.bits is None or 1 <= self.bits <= largest, f"null or an int from 1 to {largest}")
 

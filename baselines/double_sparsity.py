@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -132,7 +132,7 @@ class DoubleSparsity(RetrievalMethod):
     # share of a key's channels that its label has (the paper's channel sparsity, 1/16), at least one channel
     channel_ratio: Part = 1 / 16
     # weight by which channels are heavy: qk | q | k
-    channel: str = "qk"
+    channel: Literal["qk", "q", "k"] = "qk"
     # bits per number of a label, 1 to 8, or 16
     label_bits: int = 4
     # tokens of the calibration text, at most
@@ -156,7 +156,6 @@ class DoubleSparsity(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require_one_of("channel", CHANNELS)
         self.require("label_bits", 1 <= self.label_bits <= 8 or self.label_bits == 16, "1..8, or 16")
 
     def setup(self) -> None:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -32,8 +32,6 @@ from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
 from pqcache.store.buffer import Buffer, take_tokens
 from pqcache.store.drop import Lightest
-
-MODES = ("dynamic", "static")
 
 
 class HeavyHitterScorer(Scorer):
@@ -119,7 +117,7 @@ class H2O(EvictionMethod):
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # dynamic: each generated token evicts the lightest one outside sinks and local window; static: prune once, after the prompt
-    mode: str = "dynamic"
+    mode: Literal["dynamic", "static"] = "dynamic"
     # the local window's share of the budget, sinks apart
     recent_ratio: Share = 0.5
     # tokens of the local window; null: by recent_ratio
@@ -131,9 +129,6 @@ class H2O(EvictionMethod):
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), repeat_kv=(False, False, True))
-
-    def validate(self) -> None:
-        self.require_one_of("mode", MODES)
 
     def window(self, total: int) -> int:
         return max(1, floor_share(total, self.recent_ratio))

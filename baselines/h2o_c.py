@@ -10,7 +10,7 @@ Deviations: as H2O's.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pqcache.fields import Positive, Share
 from pqcache.selective.shape import ModelShape
@@ -19,8 +19,6 @@ from .h2o import H2O
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
-
-COMM_BASES = ("kv", "k", "bytes")
 
 
 @dataclass(kw_only=True)
@@ -32,17 +30,13 @@ class H2OC(H2O):
     released: ClassVar[str] = ""  # PQCache's code has no compensation; its runs set H2O's ratio by hand
 
     # kv: comm_ratio of the whole KV cache (captions of tables 2 and 3); k: of the keys alone; bytes: of PQ codes
-    comm_base: str = "kv"
+    comm_base: Literal["kv", "k", "bytes"] = "kv"
     # extra communication as a share of the KV cache or the keys
     comm_ratio: Share = 1 / 128
     # sub-spaces of the PQ codes, with comm_base=bytes
     m: Positive = 2
     # bits per PQ code, with comm_base=bytes
     b: Positive = 6
-
-    def validate(self) -> None:
-        super().validate()
-        self.require_one_of("comm_base", COMM_BASES)
 
     def setup(self) -> None:
         self.d = 128  # head dimension, until check_model

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
@@ -53,8 +53,6 @@ from pqcache.store.transfer import table
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-COLUMN_RULES = ("q", "union", "abs_sum")
-SKEWS = ("svd", "none")
 _FORMAT = 1  # version of the calibration files
 
 
@@ -234,9 +232,9 @@ class InfiniGen(RetrievalMethod):
     partial_ratio: float | None = None
     # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added); null: q, in the
     # paper's protocol abs_sum, in the release's union
-    column_rule: str | None = None
+    column_rule: Literal["q", "union", "abs_sum"] | None = None
     # svd: A by singular vectors; none: A = 1
-    skew: str = "svd"
+    skew: Literal["svd", "none"] = "svd"
     # tokens of the calibration text, at most
     calibration_tokens: Positive = 2048
     # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, in the paper's and the
@@ -252,8 +250,6 @@ class InfiniGen(RetrievalMethod):
     def validate(self) -> None:
         super().validate()
         self.require("partial_ratio", 0 < (self.partial_ratio or 0) <= 1, "a float in (0, 1]")
-        self.require_one_of("column_rule", COLUMN_RULES)
-        self.require_one_of("skew", SKEWS)
         self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
         if self.dense_layers == 0:
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")

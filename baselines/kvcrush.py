@@ -23,7 +23,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 import torch
 
@@ -38,9 +38,6 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.quantizer import pack_codes, popcount
 
 ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
-PICKS = ("even", "random")
-GROUPINGS = ("hamming", "kmeans")
-SIGNATURES = ("query", "kv")
 RELEASE = {"n_sink": 32, "recent": 128, "w": 16}  # of the base, in the change proposed to vLLM
 
 
@@ -117,7 +114,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
     # number of representatives; null: by rep_ratio
     reps: Whole | None = None
     # signature to which distances are measured: random, mean, alternate, zeros, ones, inv_mean
-    anchor: str = "alternate"
+    anchor: Literal["random", "mean", "alternate", "zeros", "ones", "inv_mean"] = "alternate"
     # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A); null: 0.5, in the protocol
     # paper budget
     bit_quantile: float | str | None = None
@@ -126,14 +123,14 @@ class KVCrush(ComposedMethod, EvictionMethod):
     page: Positive | None = None
     # representatives: even (evenly spaced candidates, first and last included) or random (one of each bucket); null: even, in the
     # protocol paper random
-    pick: str | None = None
+    pick: Literal["even", "random"] | None = None
     # hamming, or kmeans (section IV's comparator): the keys nearest to centroids; anchor, bits and pick then play no part
-    grouping: str = "hamming"
+    grouping: Literal["hamming", "kmeans"] = "hamming"
     # seed of the random anchor and pick, the same for all rows of a batch
     seed: int = 0
     # whose bits make a signature: query (one per query head) or kv (one per KV head, of its group's mean); null: query, in the
     # protocol release kv
-    signature: str | None = added(None, absent="query")
+    signature: Literal["query", "kv"] | None = added(None, absent="query")
     # K and V once per query head, each of which keeps tokens of its own, as the code in which table III was run
     repeat_kv: bool = added(False, absent=False)
 
@@ -143,13 +140,9 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
     def validate(self) -> None:
         self.part_class("base", ranks_by_scores)
-        self.require_one_of("anchor", ANCHORS)
         quantile = self.bit_quantile
         in_range = isinstance(quantile, int | float) and 0 <= quantile <= 1
         self.require("bit_quantile", quantile == "budget" or in_range, "a number in [0, 1] or budget")
-        self.require_one_of("pick", PICKS)
-        self.require_one_of("signature", SIGNATURES)
-        self.require_one_of("grouping", GROUPINGS)
 
     def setup(self) -> None:
         self.tokens = self.page or 1  # of a page

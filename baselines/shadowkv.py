@@ -17,7 +17,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -195,7 +195,7 @@ class ShadowKV(RetrievalMethod):
     composable: ClassVar[bool] = False  # it owns its store
     n_sink: ClassVar[int] = 0  # type: ignore[misc]
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
-    store: ClassVar[str] = "host"  # type: ignore[misc]
+    store: ClassVar[Literal["host"]] = "host"  # type: ignore[misc]
     traceable: ClassVar[bool] = False  # a replay attends exact keys, not those of low rank
     reduce: ClassVar[str] = "max_softmax"  # type: ignore[misc]
 

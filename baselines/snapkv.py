@@ -21,7 +21,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -36,7 +36,6 @@ from pqcache.selective.shape import ModelShape
 
 # w, kernel, pooling of the authors' LongBench runs, of PyramidKV's runs of all baselines, of the released class's defaults
 PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}
-POOLING = ("max", "avg")
 
 
 class WindowScorer(Scorer):
@@ -90,7 +89,7 @@ class SnapKV(EvictionMethod):
     # tokens pooled around each key, odd; null: by published
     kernel: int | None = None
     # max or avg; null: by published
-    pooling: str | None = None
+    pooling: Literal["max", "avg"] | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
     n_sink: Whole | None = None
     # newest tokens, always kept; null: the observation window
@@ -106,7 +105,6 @@ class SnapKV(EvictionMethod):
     def validate(self) -> None:
         odd = self.kernel is None or (self.kernel >= 1 and self.kernel % 2 == 1)
         self.require("kernel", odd, "an odd int >= 1")
-        self.require_one_of("pooling", POOLING)
 
     @property
     def prunes_turns(self) -> bool:

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -29,7 +29,6 @@ from pqcache.store.drop import Lightest
 
 from .snapkv import WindowScorer
 
-MODES = ("dynamic", "static")
 ROOM = 64  # tokens by which a step's weights may grow before they are allocated anew
 
 
@@ -67,7 +66,7 @@ class TOVA(EvictionMethod):
     static_options: ClassVar[dict[str, Any]] = {"mode": "static"}
 
     # dynamic: each generated token evicts the one that its query attends to least; static: prune once, after the prompt
-    mode: str = "dynamic"
+    mode: Literal["dynamic", "static"] = "dynamic"
     # newest tokens, always kept; null: 1, in the protocols paper and release 0
     recent: Whole | None = None
     # first tokens, always kept; null: 32 on top of a budget ratio, in the protocols paper and release 0
@@ -75,9 +74,6 @@ class TOVA(EvictionMethod):
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), recent=(1, 0))
-
-    def validate(self) -> None:
-        self.require_one_of("mode", MODES)
 
     def check_budget(self) -> None:
         self.require_room(self.n_sink or 0, self.recent or 0)

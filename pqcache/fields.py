@@ -16,6 +16,8 @@ from dataclasses import MISSING, Field, field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
+from pqcache.naming import closest
+
 
 def added(default: Any, *, absent: Any) -> Any:
     """A field for an option that was added after results were stored. Folders that do not name it have the value `absent`.
@@ -157,9 +159,14 @@ def literals(kind: Any) -> list[Any]:
 
 
 def check_ranges(options: Any) -> None:
-    """Raise the one-line ValueError of the first field of a dataclass whose number is out of the range of its type."""
+    """Raise the one-line ValueError of the first field of a dataclass whose number or word is none of its type's."""
     for name, (kind, _) in option_fields(type(options)).items():
-        value = getattr(options, name)
+        value, words = getattr(options, name), literals(kind)
+        if isinstance(value, str) and words and value not in words and str not in typing.get_args(kind):
+            close = closest(value, words)
+            raise ValueError(
+                f"{name}={value}: allowed is {', '.join(words)}{f'; did you mean {close}?' if close else ''}"
+            )
         for one in (kind, *typing.get_args(kind)):
             if typing.get_origin(one) is Annotated and isinstance(value, int | float):
                 least, most = typing.get_args(one)[1:]

@@ -33,7 +33,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedConfig
 
@@ -44,8 +44,6 @@ from pqcache.store.codec import ExactCodec
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 
 from .blocks import BlockStream, KeyCodec, ValueCodec, WholeStream, released_outliers
-
-BACKBONES = ("kcvt", "kivi")
 
 
 def accounted_ratio(
@@ -77,7 +75,7 @@ class GEAR(QuantizationMethod):
     bits: int = 4
     # kcvt: keys per channel over a block, values per token over all KV heads (the paper's choice at 4 bits);
     # kivi: groups of `group` tokens or channels (at 2 bits)
-    backbone: str = "kcvt"
+    backbone: Literal["kcvt", "kivi"] = "kcvt"
     # tokens or channels per step and minimum, with backbone=kivi
     group: Positive = 64
     # share of each channel or token that is stored exactly, with positions: half are the largest numbers, half the smallest
@@ -95,7 +93,6 @@ class GEAR(QuantizationMethod):
 
     def validate(self) -> None:
         self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
-        self.require_one_of("backbone", BACKBONES)
         for name in ("rank", "new_rank"):
             self.require(name, getattr(self, name) >= 0, "an int >= 0")
         if self.backbone == "kivi":

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.budget import Budget, Plan, partition_plan
@@ -71,7 +71,7 @@ class InfLLM(Method):
     # blocks also kept on the device, with store=host: the least recently used one makes room
     max_cached_blocks: int = 32
     # where blocks are: resident (on the device) or host (fetched per step, with a cache of blocks)
-    store: str = "resident"
+    store: Literal["resident", "host"] = "resident"
     # every query head chooses its own blocks
     per_head: bool = False
     # attend to the prompt exactly; blocks are for decode only
@@ -87,7 +87,6 @@ class InfLLM(Method):
             self.require(name, getattr(self, name) >= 1, "an int >= 1")
         fits = self.reps is None or 1 <= self.reps <= self.block
         self.require("reps", fits, f"an int in 1..{self.block}, the tokens of a block")
-        self.require_one_of("store", ("resident", "host"))
 
     @property
     def traceable(self) -> bool:

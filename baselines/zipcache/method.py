@@ -25,7 +25,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -50,7 +50,7 @@ class ZipCache(SalientMethod):
     random_share: float = 0.05
     # a token's sum is divided by the number of probes, or by the number of queries (full), that see it; null: probes
     # (Equation 8), in the release protocol full
-    norm: str | None = None
+    norm: Literal["probes", "full"] | None = None
     # token ids for probes=special; empty: the tokenizer's special tokens and punctuation
     special_ids: list = field(default_factory=list)
 
@@ -65,7 +65,6 @@ class ZipCache(SalientMethod):
             0 <= self.random_share <= 1 - self.recent_share,
             "a number >= 0, with recent_share at most 1",
         )
-        self.require_one_of("norm", ("probes", "full"))
         self.require(
             "special_ids",
             not self.special_ids

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pqcache.fields import Positive
 from pqcache.selective.quantization import QuantizationMethod
@@ -23,7 +23,6 @@ GRANULARITIES = {  # name -> `by` of MixedCodec for K and V
     "token": ("token", "token"),
     "group": ("group", "group"),
 }
-RECOMPRESS = ("whole", "segment")
 
 
 @dataclass(kw_only=True)
@@ -52,17 +51,15 @@ class SalientMethod(QuantizationMethod):
     # generated tokens that are packed together, exact until then
     gap: Positive = 100
     # whole: pack old tokens again where new ones widen a range; segment: tokens packed together have ranges of their own
-    recompress: str = "whole"
+    recompress: Literal["whole", "segment"] = "whole"
     # one ranking per KV head (head) or per layer (layer)
-    scope: str = "head"
+    scope: Literal["head", "layer"] = "head"
     # seed of random probes
     seed: Annotated[int, 0, 2**63 - 1] = 0
 
     def validate(self) -> None:
         self.require("bits_low", 1 <= self.bits_low < self.bits_high, f"an int >= 1 below bits_high={self.bits_high}")
         self.require_one_of("granularity", tuple(GRANULARITIES))
-        self.require_one_of("recompress", RECOMPRESS)
-        self.require_one_of("scope", ("head", "layer"))
 
     def check_budget(self) -> None:
         lowest, highest = self.bits_low / 16, self.bits_high / 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -18,8 +18,6 @@ from pqcache.selective.budget import Plan, floor_share, partition_plan
 from pqcache.selective.placement import home
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
-
-CODES_STORES = ("resident", "host")
 
 
 @dataclass(kw_only=True)
@@ -66,10 +64,10 @@ class PQCache(RetrievalMethod):
     # seed of the first centroids
     kmeans_seed: int = 4321
     # where K-Means runs: cpu | cuda | auto (where the keys are)
-    kmeans_device: str = "cpu"
+    kmeans_device: Literal["cpu", "cuda", "auto"] = "cpu"
     # where centroids and codes are: resident (on the device) | host (a copy is sent for each step while the layer before runs,
     # section 3.4)
-    codes_store: str = "resident"
+    codes_store: Literal["resident", "host"] = "resident"
     # cluster again, over all keys so far, after every so many generated tokens; 0: never, as published. The step waits for it,
     # and steps are not done by kernels on the device
     refit_every: Whole = added(0, absent=0)
@@ -82,8 +80,6 @@ class PQCache(RetrievalMethod):
         self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
         rounds = isinstance(self.max_iter, int) and self.max_iter >= 1
         self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
-        self.require_one_of("codes_store", CODES_STORES)
-        self.require_one_of("kmeans_device", ("cpu", "cuda", "auto"))
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from typing import ClassVar, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -42,11 +42,7 @@ from pqcache.store.resident import ResidentStore
 from pqcache.store.step import StepParts
 from pqcache.store.transfer import table
 
-STORES = ("resident", "host", "block_cache")
 Tokens = float | torch.Tensor  # a mean over rows and heads; a tensor where only the device knows it
-
-
-POLICIES = ("lru", "lfu", "none", "paying")  # of a block cache; paying: store/row_cache.py
 
 
 @dataclass(kw_only=True)
@@ -70,7 +66,7 @@ class RetrievalMethod(Method):
     recent_ratio: Share = 0.5
     # resident (K and V on the device) | host (sinks and window on the device, the rest fetched) | block_cache (host, with
     # blocks of tokens on the device)
-    store: str = "resident"
+    store: Literal["resident", "host", "block_cache"] = "resident"
     # how the scores of a group's query heads become one ranking: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit
     # | none (every query head has its own)
     reduce: str = "sum_softmax"
@@ -82,7 +78,7 @@ class RetrievalMethod(Method):
     cache_topk: Positive = 32
     # store=block_cache: which blocks stay: lru | lfu | none (nothing is cached) | paying (no blocks: rows that a step fetched
     # anyway, by how often they were read, so that nothing is refilled; cache_block and cache_topk have no effect)
-    cache_policy: str = "lru"
+    cache_policy: Literal["lru", "lfu", "none", "paying"] = "lru"
 
     @property
     def estimates_rest(self) -> bool:
@@ -99,10 +95,8 @@ class RetrievalMethod(Method):
         return not self.estimates_rest  # else the output is more than attention to the selected tokens
 
     def validate(self) -> None:
-        self.require_one_of("store", STORES)
         self.require_one_of("reduce", REDUCTIONS)
         self.require("cache_tokens", self.cache_tokens >= self.cache_block, f"an int >= cache_block={self.cache_block}")
-        self.require_one_of("cache_policy", POLICIES)
 
     def check_budget(self) -> None:
         if self.budget.tokens is not None and self.budget.tokens <= self.n_sink + 1:
