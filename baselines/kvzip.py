@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from pqcache.fields import Positive
 from pqcache.kernels.scaling import capped, is_plain
 from pqcache.selective.attach import served_modules
 from pqcache.selective.attention import attend_exactly
@@ -143,7 +144,7 @@ class KVzip(RaggedMethod):
     waits: ClassVar[bool] = True  # every layer holds the whole prompt until the last one has it
 
     # prompt tokens that are repeated at a time
-    chunk: int = 2000
+    chunk: Positive = 2000
     # first tokens, always kept, on top of a budget ratio; null: 32, in the protocols paper and release 4
     n_sink: int | None = None
 
@@ -151,7 +152,6 @@ class KVzip(RaggedMethod):
         self.by_protocol(n_sink=(32, 4))
 
     def validate(self) -> None:
-        self.require("chunk", self.chunk >= 1, "an int >= 1")
         self.require("n_sink", (self.n_sink or 0) >= 0, "an int >= 0")
 
     def setup(self) -> None:

@@ -24,11 +24,12 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from pqcache.fields import MOST, Positive, Share
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share, window_plan
 from pqcache.selective.calibration import Calibration
@@ -104,25 +105,22 @@ class DuoAttention(RaggedMethod):
     # first tokens of a streaming head; null: 32, in the protocols paper and release 64
     n_sink: int | None = None
     # newest tokens of a streaming head; null: by recent_ratio, in the protocols paper and release 256
-    recent: int | None = None
+    recent: Positive | None = None
     # share of the budget behind the sinks that a streaming head's newest tokens are at least
-    recent_ratio: float = 0.25
+    recent_ratio: Share = 0.25
     # a file of gates, as the authors' full_attention_heads.tsv: a line per layer; null: they are trained here
     pattern: str | None = None
     # steps of that training; null: 100, in the protocols paper and release 2000
     steps: int | None = None
     # tokens of its texts, at most
-    calibration_tokens: int = 512
+    calibration_tokens: Annotated[int, 32, MOST] = 512
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 64), recent=(None, 256), steps=(100, 2000))
 
     def validate(self) -> None:
         self.require("n_sink", (self.n_sink or 0) >= 0, "an int >= 0")
-        self.require("recent", self.recent is None or self.recent >= 1, "an int >= 1, or null for recent_ratio")
-        self.require("recent_ratio", 0 <= self.recent_ratio <= 1, "a float in [0, 1]")
         self.require("steps", (self.steps or 0) >= 1, "an int >= 1")
-        self.require("calibration_tokens", self.calibration_tokens >= 32, "an int >= 32")
 
     def setup(self) -> None:
         # attention module -> gates of all layers (layers, h_kv), and its own layer
