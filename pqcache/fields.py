@@ -12,7 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, field, fields
+from dataclasses import MISSING, Field, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -159,9 +159,13 @@ def literals(kind: Any) -> list[Any]:
 
 
 def check_ranges(options: Any) -> None:
-    """Raise the one-line ValueError of the first field of a dataclass whose number or word is none of its type's."""
-    for name, (kind, _) in option_fields(type(options)).items():
-        value, words = getattr(options, name), literals(kind)
+    """Raise the one-line ValueError of the first field of a dataclass whose number or word is none of its type's.
+
+    A subclass that gives a field another default does not widen it.
+    """
+    kinds = [pair for base in type(options).__mro__ if is_dataclass(base) for pair in _hints(base).items()]
+    for name, kind in kinds:
+        value, words = getattr(options, name, None), literals(kind)
         if isinstance(value, str) and words and value not in words and str not in typing.get_args(kind):
             close = closest(value, words)
             raise ValueError(
@@ -170,8 +174,10 @@ def check_ranges(options: Any) -> None:
         for one in (kind, *typing.get_args(kind)):
             if typing.get_origin(one) is Annotated and isinstance(value, int | float):
                 least, most = typing.get_args(one)[1:]
-                if not least <= value <= most:
-                    raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g} to {most:.8g}")
+                above = most < MOST and value > most  # what a method is given by code may be without an end
+                if above or not value >= least:
+                    to = f" to {most:.8g}" if most < MOST else " on"
+                    raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g}{to}")
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

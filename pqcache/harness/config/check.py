@@ -275,18 +275,16 @@ def _check_geometry(options: Options, name: str, errors: list[str]) -> None:
 def _check_task(draft: Draft, errors: list[str]) -> None:
     """`task.*`: each option by itself, then all together."""
     name, typed = draft.names["task"], draft.options["task"]
-    accepted = {k: v for k, v in typed.items() if not _has(errors, f"task.{k}")}
-    errors += _value_errors(tasks.task_class(name).Options, accepted, draft.base["task"])
     if not any(line.startswith("task.") for line in errors):
         with _lines(errors):
-            tasks.task_of(name, accepted).check()
+            tasks.task_of(name, typed).check()
 
 
 # -- the method --------------------------------------------------------------------------------------------------------
 
 
 def _made(cls: type[Any], options: Options, budget: Any, run: RunOptions, errors: list[str]) -> tuple[Any, str]:
-    """(the method, ""), or (None, why it does not apply). Each bad hyper-parameter becomes a line in `errors`.
+    """(the method, ""), or (None, why it does not apply). What it refuses becomes a line in `errors`.
 
     Values that have a line already are left out.
     """
@@ -300,25 +298,9 @@ def _made(cls: type[Any], options: Options, budget: Any, run: RunOptions, errors
         return method, ""
     except NotApplicable as error:
         return None, _own_line(cls.name, hyper, one_line(error))
-    except ValueError:
-        errors += [_own_line(cls.name, hyper, line) for line in _value_errors(cls, hyper, {}, **common)]
+    except ValueError as error:
+        errors.append(_own_line(cls.name, hyper, one_line(error)))
         return None, ""
-
-
-def _value_errors(cls: type, values: Options, base: Options, **common: Any) -> list[str]:
-    """One line for each option that a dataclass refuses: each value is tried alone if all together are refused.
-
-    base: values that go with each of them. common: values that go with all.
-    """
-    together, alone = list[str](), list[str]()
-    with _lines(together):
-        cls(**values, **common)
-    if together:  # a value may be valid only together with another one
-        for key, (_, default) in option_fields(cls).items():
-            if key in values and values[key] != default:
-                with _lines(alone):
-                    cls(**{**base, key: values[key]}, **common)
-    return alone or together
 
 
 def _own_line(name: str, hyper: Options, line: str) -> str:
