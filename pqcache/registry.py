@@ -62,6 +62,7 @@ METHODS: dict[str, str] = {
     "shadowkv": "baselines.shadowkv:ShadowKV",
     "kvzip": "baselines.kvzip:KVzip",
     "duo_attention": "baselines.duo_attention:DuoAttention",
+    "retroinfer": "baselines.retroinfer:RetroInfer",
 }
 BUILT_IN = frozenset(METHODS)
 METHODS |= {one.name: one.value for one in entry_points(group="pqcache.methods") if one.name not in BUILT_IN}

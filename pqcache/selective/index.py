@@ -85,6 +85,11 @@ class Selection:
     mean: torch.Tensor | None = None
     log_weight: torch.Tensor | None = None
 
+    @property
+    def estimates(self) -> bool:
+        """Whether `with_rest` does anything."""
+        return self.share is not None
+
     def with_rest(self, part: Part) -> Part:
         """Attention to the selected tokens and those always attended, joined by the estimate of the others."""
         if self.share is None or self.mean is None:

@@ -272,7 +272,7 @@ class RetrievalLayer(StagedLayer):
             indices = selection.indices
             if selection.log_weight is not None:  # 0 outside the selection
                 weight = F.pad(per_head(selection.log_weight, q.shape[1]), (sinks, newest))
-            elif not uneven and selection.share is None:
+            elif not uneven and not selection.estimates:
                 out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
         if out is None:
             if uneven or (selection is not None and selection.padded):
@@ -305,7 +305,7 @@ class RetrievalLayer(StagedLayer):
         valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
         selection: joins its estimate of the tokens left out, if it has one.
         """
-        estimates = selection is not None and selection.share is not None
+        estimates = selection is not None and selection.estimates
         if log_weight is None and not estimates and not self.observes:
             if valid is None:
                 return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)

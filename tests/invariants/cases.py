@@ -101,6 +101,10 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"n_sink": 4, "bits": 3, "tables": 9, "recent": 9, "store": "host"},
     ],
     "shadowkv": [{"chunk": 4, "rank": 24, "local_chunks": 1}],
+    "retroinfer": [
+        {"n_sink": 4, "tokens_per_cluster": 5, "update": 6, "segment": 30},
+        {"n_sink": 4, "tokens_per_cluster": 4, "update": 7, "recent": 9, "protocol": "release", "store": "host"},
+    ],
     "duo_attention": [
         {"n_sink": 4, "steps": 2, "calibration_tokens": 64},
         {"n_sink": 4, "recent": 9, "protocol": "release", "steps": 1, "calibration_tokens": 64},

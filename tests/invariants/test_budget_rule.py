@@ -30,7 +30,9 @@ DECLARED = {
     "pyramidkv": "pooled",
     "adakv": "prompt",
     "h2o_c": "extra",
-    **dict.fromkeys(("expected_attention", "twilight", "magicpig", "shadowkv", "kvzip", "duo_attention"), "prompt"),
+    **dict.fromkeys(
+        ("expected_attention", "twilight", "magicpig", "shadowkv", "kvzip", "duo_attention", "retroinfer"), "prompt"
+    ),
     "replay": "own",
 }
 USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
