@@ -87,7 +87,7 @@ def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.M
     words = ["-m", "method=oracle,quest", "model=hf", f"model.path='{secret}'", f"model.system='of {secret}'"]
     plan = make_plan(compose_all([*words, f"out={tmp_path}"], CONFIGS))
     logged: list[object] = []
-    monkeypatch.setattr(tracking, "_start", lambda *sent: logged.append(sent[1:]) or 1 / 0)
+    monkeypatch.setattr(tracking, "_run", lambda *sent: logged.append(sent[1:]) or 1 / 0)
     for cell in plan.cells:
         assert cell.identity["model"]["path"] == secret  # what is loaded
         row = build_row(

@@ -15,6 +15,7 @@ from itertools import combinations
 from typing import Any
 
 import datasets
+import psutil
 import torch
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, PreTrainedConfig
@@ -22,7 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import models, smoke_models
-from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes, swap
+from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.selective import Method, ModelShape
 from pqcache.store.buffer import round_up
@@ -169,14 +170,15 @@ def device_of(cell: Cell) -> str:
 
 
 def free(device: str) -> int | None:
-    """Bytes that can be had on the device, swap included; None if it does not tell, and of WORKER and SPREAD."""
+    """Bytes that can be had on the device, swap included; None of WORKER and SPREAD."""
     if device in (WORKER, SPREAD):
         return None
     there = free_bytes(torch.device(device))
-    if there is None or device != "cpu":
+    if device != "cpu":
         return there
+    there += psutil.swap_memory().free
     limit = group_limit()  # which swap does not raise
-    return there + swap() if limit is None else min(there + swap(), limit)
+    return there if limit is None else min(there, limit)
 
 
 def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:

@@ -28,14 +28,13 @@ from pqcache import selective
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import RunOptions
 from pqcache.harness.run import answers
-from pqcache.harness.run.conversation import Conversation
 from pqcache.harness.run.memory import Chunks
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prepared, PromptFacts, Reader, Text
-from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, prompt_marks, target_marks
+from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
 from pqcache.registry import method_class
-from pqcache.selective import GenerationResult, NonFinite, OwnPrefill, Prefill, generate, likelihood
+from pqcache.selective import GenerationResult, NonFinite, OwnPrefill, Prefill, Request, generate, likelihood
 from pqcache.selective.fidelity import Fidelity, Reference, read_again, read_reference, write_reference
 from pqcache.selective.lockstep import in_lockstep
 from pqcache.selective.support import attention_kernel
@@ -61,12 +60,6 @@ class LogLikelihood(float):
         value = super().__new__(cls, math.fsum(tokens))
         value.tokens = tokens
         return value
-
-
-def _logprobs_of(sample: Sample) -> tuple[LogLikelihood, bool]:
-    """The log-probability of a scored sample, and whether it is the greedy continuation."""
-    answer = json.loads(sample["response"])
-    return LogLikelihood(answer["logprobs"]), bool(answer["greedy"])
 
 
 class HarnessLM(LM):
@@ -148,10 +141,12 @@ class HarnessLM(LM):
         return [LogLikelihood([token for tokens in each for token in tokens]) for each in parts]
 
     def _scores(self, request: Instance) -> list[tuple[LogLikelihood, bool]]:
+        """The log-probability of each text of a request, and whether it is the greedy continuation."""
         scores = []
         for text, sample in self.score_all(request):
             self.used[text.key], self.prompts[text.key] = sample, text.facts
-            scores.append(_logprobs_of(sample))
+            answer = json.loads(sample["response"])
+            scores.append((LogLikelihood(answer["logprobs"]), bool(answer["greedy"])))
         return scores
 
     # -- what the log holds --------------------------------------------------------------------------------------------
@@ -199,13 +194,21 @@ class HarnessLM(LM):
             read = read_reference(model, self.method, prompt, reference, watchers=watchers, **how)
             read.result.extra.update(self.chunks.fact(chunk))
             return self._beside_full(prepared, doc, read)
-        chat = None
-        if prepared.known.turns:
+        said: list[str] = []  # the answers of a chat of several turns
 
-            def text(tokens: list[int]) -> str:
-                return self._scored_part(self._text_of(prepared, stop_ids, tokens))
+        def then(tokens: list[int]) -> Request | None:
+            """The next turn, on the cache that all turns before have left; None after the last one."""
+            said.append(self._scored_part(self._text_of(prepared, stop_ids, tokens)))
+            number = len(said)
+            if number > len(prepared.known.turns):
+                return None
+            ids = prepared.known.turns[number - 1]
+            if tokens[-1] not in stop_ids:  # else the template writes the end of the turn
+                ids = [tokens[-1], *ids]
+            drawn = prepared.sampling and replace(prepared.sampling, key=f"{prepared.sampling.key}/turn {number}")
+            question = len(ids) - 1 if prepared.question else 0  # question_as_decode: of a later turn all
+            return Request(ids, prepared.new_tokens, stop_ids, self.stopper(prepared), question, sampling=drawn)
 
-            chat = Conversation(prepared, stop_ids, text, self.stopper)
         result = generate(
             model,
             self.method,
@@ -216,11 +219,11 @@ class HarnessLM(LM):
             not_first=not_first,
             sampling=prepared.sampling,
             watchers=watchers,
-            then=chat,
+            then=then if prepared.known.turns else None,
             **how,
         )
         result.extra.update(self.chunks.fact(chunk))
-        return self.sample_of(prepared, doc, result, stop_ids, None if chat is None else chat.said)
+        return self.sample_of(prepared, doc, result, stop_ids, said or None)
 
     def _how(self, prepared: Prepared, prefill: Prefill | None) -> dict[str, Any]:
         """The arguments of every generation from a prompt."""
@@ -390,7 +393,8 @@ class HarnessLM(LM):
             self.recorder.save(sample["task"], sample["doc_id"], sample["fingerprint"])
         task = self.tasks.get(str(request.task_name))
         target = target_marks(task, request.doc) if task is not None else {}
-        sample = {**sample, **prompt_marks(text, sha256, whole=self.whole_prompts), **target}
+        whole: Any = {"prompt": text} if self.whole_prompts else {}
+        sample = {**sample, "prompt_sha256": sha256, "prompt_end": text[-PROMPT_END:], **whole, **target}
         self.log.append(sample)
         self.computed += 1
         return sample

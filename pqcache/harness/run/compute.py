@@ -54,11 +54,14 @@ class Member:
 
 def compute(session: Session, unit: Unit, members: Sequence[Member]) -> UnitResult:
     """Compute what the members' logs lack of a unit; every finished sample is on disk."""
-    run = _Run(session, unit, list(members))
+    run, before = _Run(session, unit, list(members)), [member.log.appended for member in members]
     try:
         run.run()
-    finally:
-        run.count()
+    finally:  # also after an interruption
+        new = [member.log.appended - old for member, old in zip(members, before, strict=True)]
+        run.result.computed = [member.cell.name for member, count in zip(members, new, strict=True) if count]
+        shared, served = (run.sharing.prompts, run.sharing.served) if run.sharing is not None else (0, 0)
+        run.result.shared, run.result.own = shared, sum(new) - served
     return run.result
 
 
@@ -69,7 +72,6 @@ class _Run:
         self.session, self.unit, self.members = session, unit, members
         self.result = UnitResult(unit.name)
         self.batch = members[0].cell.run.batch
-        self.before = {member.cell.name: member.log.appended for member in members}
         self.sharing: Sharing | None = None
         if unit.shared != "no":
             self.sharing = Sharing(members[0].cell.run.shared_prefill)
@@ -162,13 +164,6 @@ class _Run:
         except Exception as error:  # one cell's error, CUDA out of memory included, must not lose the others
             self.result.failures[member.cell.name] = Failure.of(error)
 
-    def count(self) -> None:
-        """Say what was computed, also after an interruption."""
-        new = {member.cell.name: member.log.appended - self.before[member.cell.name] for member in self.members}
-        self.result.computed = [name for name, count in new.items() if count]
-        shared, served = (self.sharing.prompts, self.sharing.served) if self.sharing is not None else (0, 0)
-        self.result.shared, self.result.own = shared, sum(new.values()) - served
-
 
 # -- a worker: one process that runs units of a job and keeps the loaded model between them ----------------------------
 
@@ -192,7 +187,8 @@ class Worker:
         """Run one unit. Samples that are on disk already are not computed again."""
         cells = [self.cells[name] for name in unit.cells if name in self.cells]
         with ExitStack() as stack:
-            logs = [SampleLog.of_worker(open_folder(cell), unit.name, cell.about.mark) for cell in cells]
+            paths = [open_folder(cell) / f"samples-{unit.name}-0.jsonl" for cell in cells]
+            logs = [SampleLog(path, cell.about.mark, owned=False) for path, cell in zip(paths, cells, strict=True)]
             members = [Member(cell, stack.enter_context(log)) for cell, log in zip(cells, logs, strict=True)]
             result = compute(self.session, unit, members) if members else UnitResult(unit.name)
         for name in set(unit.cells) - self.cells.keys():

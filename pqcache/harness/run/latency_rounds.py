@@ -11,6 +11,7 @@ Prompts are random tokens for random weights, else plain sentences. Finished rou
 """
 
 import contextlib
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +20,18 @@ import torch
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import rows
 from pqcache.harness.run.memory import Chunks
-from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.row_builder import DROPPED_STEPS, build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.session import Session
-from pqcache.measure.machine import Ceilings, ceilings
+from pqcache.measure.machine import ceilings
 from pqcache.measure.peak import peak_memory
 from pqcache.measure.roofline import bound, prompt
 from pqcache.pq.profile import offload_seconds
-from pqcache.selective import GenerationResult, generate, time_batch
+from pqcache.selective import generate, time_batch
 from pqcache.selective.support import attention_kernel
 from pqcache.store.lanes import Lanes, ThreadLanes, lanes_for
 
-measured: dict[tuple[str, str], Ceilings] = {}  # (device, dtype) -> bandwidths, once per process
+ceilings_of = cache(ceilings)  # (device, dtype) -> bandwidths, once per process
 
 
 def make_lanes(overlap: str, device: torch.device) -> Lanes:
@@ -56,21 +56,36 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
     settings |= {"batch": batch} if batch > 1 else {}
     start = ids[0, :64].tolist()
     marks = [fingerprint(start, {**settings, "model": mark}) for mark in (loaded.weights, loaded.old_weights)]
-    rounds = _Rounds(cell, loaded, ids, chunks.of(model, length))
+    chunk, warm = chunks.of(model, length), False
+    # the prompts of a batch are shifted by a token from row to row: no two are alike
+    prompts = torch.cat([ids.roll(-row, 1) for row in range(batch)]).to(device)
+    options: dict[str, Any] = {"attn": cell.run.attn, "graph": cell.run.graph, "kernels": cell.run.kernels}
+    run_one = generate if batch == 1 else time_batch
+    one_round = partial(run_one, model, cell.method, prompts, prefill_chunk=chunk, **options)
     samples: list[Sample] = []
     for index in range(task["rounds"]):
         sample = log.find("latency", index, marks[0], marks[1] if batch == 1 else None)
         if sample is None:
-            run = rounds.run()
-            run.extra.update(chunks.fact(rounds.chunk))
+            limits = ceilings_of(device, model.dtype)
+            if not warm:  # at the same length: kernels and allocators depend on it
+                with contextlib.suppress(ValueError):
+                    one_round(max_new_tokens=3)
+            warm = True
+            with peak_memory(device) as peak:
+                run = one_round(max_new_tokens=task["new_tokens"], lanes=make_lanes(task["overlap"], device))
+            if peak.bytes is not None:
+                run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
+            config, timed = model.config.get_text_config(decoder=True), run.step_s[DROPPED_STEPS:]
+            run.extra.update(bound(model, run, limits, batch).to_dict(), **limits.to_dict())
+            run.extra.update(layers=int(config.num_hidden_layers), batch=batch)
+            run.extra.update(tokens_per_s=batch * len(timed) / sum(timed), **chunks.fact(chunk))
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":
-                config = model.config.get_text_config(decoder=True)
                 run.extra["offload_s"] = offload_seconds(config, [length], model.dtype, device, 3)[0]
             key = "latency", index, marks[0]
             sample = make_sample(run, key, "", None, 0, attention_kernel(cell.run.attn)[0], facts)
             log.append(sample)
         samples.append(sample)
-    if not rounds.warm and rows.read_row(path) is not None:
+    if not warm and rows.read_row(path) is not None:
         return
     protocol = {"wrapper": "none", "system": None, "bos_count": 0, "truncation": "none"}
     row = build_row(cell, {}, samples, prompt_protocol=protocol, kv_dtype=loaded.dtype)
@@ -79,38 +94,3 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
         row["roofline"] = row["tpot_p50_ms"] / (row["extra"]["weights_ms"] + row["extra"]["link_ms"])
         row["roofline_reason"] = None
     rows.write_row(path, row)
-
-
-class _Rounds:
-    """Runs rounds of one cell."""
-
-    def __init__(self, cell: Cell, loaded: LoadedModel, ids: torch.Tensor, chunk: int | None) -> None:
-        """ids: of one prompt, (1, length). The prompts of a batch are shifted by a token from row to row: no two are alike."""
-        self.cell, self.model, self.chunk, self.warm = cell, loaded.model, chunk, False
-        self.batch = cell.identity["task"]["batch"]
-        self.prompts = torch.cat([ids.roll(-row, 1) for row in range(self.batch)]).to(loaded.model.device)
-
-    def run(self) -> GenerationResult:
-        """One round, with its memory and the bounds of its decode steps."""
-        task, model, device = self.cell.identity["task"], self.model, self.model.device
-        key = str(device), str(model.dtype)
-        limits = measured[key] = measured.get(key) or ceilings(device, model.dtype)
-        if not self.warm:  # at the same length: kernels and allocators depend on it
-            with contextlib.suppress(ValueError):
-                self._generated(3)
-        self.warm = True
-        with peak_memory(device) as peak:
-            run = self._generated(task["new_tokens"], make_lanes(task["overlap"], device))
-        if peak.bytes is not None:
-            run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
-        layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
-        run.extra.update(bound(model, run, limits, self.batch).to_dict(), **limits.to_dict(), layers=layers)
-        timed = run.step_s[DROPPED_STEPS:]
-        run.extra.update(batch=self.batch, tokens_per_s=self.batch * len(timed) / sum(timed))
-        return run
-
-    def _generated(self, new_tokens: int, lanes: Lanes | None = None) -> GenerationResult:
-        run = self.cell.run
-        options: dict[str, Any] = {"max_new_tokens": new_tokens, "attn": run.attn, "lanes": lanes, "graph": run.graph}
-        options |= {"kernels": run.kernels, "prefill_chunk": self.chunk}
-        return (generate if self.batch == 1 else time_batch)(self.model, self.cell.method, self.prompts, **options)

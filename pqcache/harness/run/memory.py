@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -81,10 +82,7 @@ class Chunks:
         if self.wanted != "auto":
             return self.wanted
         if self.free is None:
-            room = [free_bytes(device) for device in devices(model)]
-            self.free = min((known for known in room if known is not None), default=None)
-        if self.free is None:
-            return None
+            self.free = min(map(free_bytes, devices(model)))
         return fitting_chunk(model.config, tokens, self.free // self.batch, str(model.dtype).removeprefix("torch."))
 
     def fact(self, chunk: int | None) -> dict[str, Any]:
@@ -95,46 +93,16 @@ class Chunks:
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes that the device can give to this process now; None if it does not tell. A CPU gives the host's.
+def free_bytes(device: torch.device) -> int:
+    """Bytes that the device can give to this process now. Any but a CUDA device gives the host's, within the control group.
 
     On CUDA the question alone opens a context, which takes some hundred MB of the GPU.
     """
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
-    return host_memory()
-
-
-def host_memory() -> int | None:
-    """Bytes of host memory that are available, within the process's control group; None if the system does not tell."""
-    free = [value for value in (_available(), group_limit()) if value is not None]
-    return min(free) if free else None
-
-
-def swap() -> int:
-    """Free bytes of swap; 0 if the system does not tell."""
-    return _meminfo("SwapFree") or 0
-
-
-def _available() -> int | None:
-    if (available := _meminfo("MemAvailable")) is not None:
-        return available
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):
-        return None
-
-
-def _meminfo(name: str) -> int | None:
-    """A number of Linux's /proc/meminfo, in bytes."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{name}:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    return None
+    available = int(psutil.virtual_memory().available)
+    return available if (limit := group_limit()) is None else min(available, limit)
 
 
 def group_limit(folder: Path = GROUPS, own: Path = OWN) -> int | None:

@@ -4,7 +4,7 @@ import contextlib
 import io
 import sys
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -22,7 +22,7 @@ from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog
 from pqcache.harness.run.session import Session, set_seed
-from pqcache.harness.tasks import Figure, TaskSpec
+from pqcache.harness.tasks import TaskSpec
 from pqcache.selective import NotApplicable
 
 # Fields of a row that its cell decides, and fields that the same samples always give.
@@ -106,15 +106,6 @@ def _check_first_prompt(session: Session, cell: Cell, lm: HarnessLM) -> None:
                 return
 
 
-def lacks_samples(session: Session, cell: Cell, lm: HarnessLM) -> bool:
-    """Whether the log lacks a sample of the cell."""
-    for request in session.requests(cell, lm.loaded):
-        with contextlib.suppress(TooLong):
-            if lm.lacking(request):
-                return True
-    return False
-
-
 # -- the row -----------------------------------------------------------------------------------------------------------
 
 
@@ -131,8 +122,15 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
     with _without(tasks, skipped):
         for draw in lm.draws:
             lm.draw = draw
-            evaluations.append(_evaluated(lm, tasks, cell.run.limit, cell.identity["seed"]))
+            set_seed(tasks, cell.identity["seed"])
+            with contextlib.redirect_stderr(io.StringIO()):  # lm-eval's own progress bars
+                evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
+            assert evaluated is not None
+            evaluations.append(evaluated)
     session.show_prompt(lm.first_prompt)
+    if spec.unscored:
+        said = f"count as wrong: {len(spec.unscored)} (the first: {spec.unscored[0]})"
+        print(f"{cell.label}: answers that could not be scored and {said}", file=sys.stderr)
     order = {key: index for index, key in enumerate(lm.prompts)}
     samples = sorted(lm.used.values(), key=lambda s: order.get((s["task"], s["doc_id"]), 0))
     failed = {(s["task"], s["doc_id"]): s["failed"] for s in samples if "failed" in s}
@@ -150,7 +148,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         kv_dtype=lm.loaded.dtype,
         metrics=_mean_metrics(evaluations),
         diagnostics=lm.recorder.row([s for s in samples if "failed" not in s]) if lm.recorder is not None else None,
-        data={**spec.data, **_unscored(spec, cell)},
+        data={**spec.data, **({"unscored": len(spec.unscored)} if spec.unscored else {})},
         n_skipped=sum(map(len, skipped.values())),
         answer_scores=each if cell.decode.drawn else None,
         sample_metrics=_sample_metrics(answers, spec.paired),
@@ -161,15 +159,21 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
     row = pair_with_full(row, *match_full(row, [*full, row]))
     old = read_row(path)
     if old is not None and old["n_samples"] > row["n_samples"] and _is_of(old, row, lm.log):
-        return replace(_ended(row, failed), kept=True)
-    _draw(cell.task.figures, answers, cell.folder, cell.label)
+        return _ended(row, failed, kept=True)
+    try:
+        for figure in cell.task.figures:
+            from pqcache.harness.report import sample_figures
+
+            sample_figures.draw(figure, answers, cell.folder, cell.label)
+    except Exception as error:  # the samples are on disk; the same command draws it again
+        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
     if old is not None and not computed and _same(old, row, [*OF_THE_CELL, *OF_THE_SAMPLES]):
-        return replace(_ended(old, failed), loaded=True)  # the row stays as it is
+        return _ended(old, failed, loaded=True)  # the row stays as it is
     if old is not None and old["n_samples"] > row["n_samples"]:
         path.replace(path.with_name(f"{path.name}.set-aside"))
         print(f"{path}: is not the row of its samples; kept as {path.name}.set-aside, and made again", file=sys.stderr)
     write_row(path, row)
-    return replace(_ended(row, failed), loaded=not computed)
+    return _ended(row, failed, loaded=not computed)
 
 
 def _same(old: Row, row: Row, keys: Sequence[str]) -> bool:
@@ -194,27 +198,14 @@ def _sample_metrics(answers: Iterable[dict[str, Any]], names: Sequence[str]) -> 
     return found or None
 
 
-def _unscored(spec: TaskSpec, cell: Cell) -> dict[str, int]:
-    """What the row says of answers that could not be scored, which is printed, too."""
-    if not spec.unscored:
-        return {}
-    count = len(spec.unscored)
-    said = f"answers that could not be scored and count as wrong: {count} (the first: {spec.unscored[0]})"
-    print(f"{cell.label}: {said}", file=sys.stderr)
-    return {"unscored": count}
-
-
-def _ended(row: Row, failed: dict[tuple[str, int], str]) -> Outcome:
+def _ended(row: Row, failed: dict[tuple[str, int], str], **how: Any) -> Outcome:
     """How a cell with a row ended. failed: (task, document) -> why it has no answer."""
     if not failed:
-        return Outcome("ok", row)
+        return Outcome("ok", row, **how)
     (task, doc_id), why = next(iter(failed.items()))
-    again = "without its line in samples.jsonl a sample is computed again"
-    return Outcome(
-        "failed",
-        row,
-        reason=f"{len(failed)} samples have no answer (the first, {task} sample {doc_id}: {why}); {again}",
-    )
+    said = f"{len(failed)} samples have no answer (the first, {task} sample {doc_id}: {why})"
+    reason = f"{said}; without its line in samples.jsonl a sample is computed again"
+    return Outcome("failed", row, reason=reason, **how)
 
 
 def _left_out(lm: HarnessLM, session: Session, cell: Cell) -> dict[str, set[int]]:
@@ -255,33 +246,21 @@ def _without(tasks: TaskDict, documents: dict[str, set[int]]) -> Any:
             del task.doc_iterator
 
 
-def _evaluated(lm: HarnessLM, tasks: TaskDict, limit: int | None, seed: int) -> Any:
-    """lm-eval's results. Its own progress bars are muted."""
-    set_seed(tasks, seed)
-    with contextlib.redirect_stderr(io.StringIO()):
-        evaluated = evaluate(lm, tasks, limit=limit, bootstrap_iters=0)
-    assert evaluated is not None
-    return evaluated
-
-
 def _mean_metrics(evaluations: Sequence[Any]) -> dict[str, dict[str, float]]:
-    """lm-eval task -> its metrics, as means over the evaluations: one for each of the answers to a document."""
-    each: dict[str, list[dict[str, float]]] = {}
-    for evaluated in evaluations:
-        for task, values in evaluated["results"].items():
-            each.setdefault(task, []).append(_metrics(values))
-    return {task: {name: fmean(one[name] for one in found) for name in found[0]} for task, found in each.items()}
+    """lm-eval task -> its metrics without their error bars: means over evaluations, one for each of the answers to a document.
 
-
-def _metrics(values: dict[str, Any]) -> dict[str, float]:
-    """lm-eval's means of one task without their error bars. A filter other than none stays in the name."""
-    metrics = {}
-    for key, value in values.items():
-        name, _, filter_name = key.partition(",")
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if filter_name and number and not name.endswith("_stderr"):
-            metrics[name if filter_name == "none" else key] = float(value)
-    return metrics
+    A filter other than none stays in the name.
+    """
+    means: dict[str, dict[str, float]] = {}
+    for task, values in evaluations[0]["results"].items():
+        own = means[task] = {}
+        for key, value in values.items():
+            name, _, filter_name = key.partition(",")
+            number = isinstance(value, int | float) and not isinstance(value, bool)
+            if filter_name and number and not name.endswith("_stderr"):
+                every = (float(one["results"][task][key]) for one in evaluations)
+                own[name if filter_name == "none" else key] = fmean(every)
+    return means
 
 
 def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[str, Any]]:
@@ -306,14 +285,3 @@ def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict
                     }
                 )
     return answers
-
-
-def _draw(figures: Iterable[Figure], answers: list[dict[str, Any]], folder: Path, title: str) -> None:
-    """Draw the figures that the task names."""
-    try:
-        for figure in figures:
-            from pqcache.harness.report import sample_figures
-
-            sample_figures.draw(figure, answers, folder, title)
-    except Exception as error:  # the samples are on disk; the same command draws it again
-        print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)

@@ -28,7 +28,7 @@ from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run.models import MARKERS, LoadedModel, opening_tokens, question_start
-from pqcache.harness.run.samples import PROMPT_END, drawn_mark, fingerprint
+from pqcache.harness.run.samples import PROMPT_END, fingerprint
 from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
 from pqcache.selective import Sampling
 from pqcache.selective.fidelity import Reference
@@ -109,22 +109,6 @@ class Text:
         return self.facts.old_mark
 
 
-def drawn_marks(mark: str, old_mark: str, decode: DecodeOptions, seed: int, draw: int) -> tuple[str, str]:
-    """The fingerprints of a drawn answer, from those of the greedy one. draw: its number."""
-    settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": seed, "draw": draw}
-    return drawn_mark(mark, settings), drawn_mark(old_mark, settings)
-
-
-def limit_of(loaded: LoadedModel) -> tuple[int | None, str]:
-    """(tokens that prompt and answer may have together, the reason); None: without limit."""
-    config = getattr(loaded.model, "config", None)
-    window = None if config is None else sliding_window(config.get_text_config(decoder=True))
-    longest = loaded.max_length
-    if window is not None and (longest is None or window < longest):
-        return window, "of the model's sliding window"
-    return longest, "the model was made for (model.max_length)"
-
-
 class Prompts:
     """The prompts that a session has read, so that cells with the same prompts tokenize them once.
 
@@ -150,25 +134,21 @@ class Prompts:
     def facts(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> PromptFacts:
         """The facts of a prompt, by `read` if it is new."""
         if key not in self._facts:
-            self._read(key, read)
+            self.ids(key, read)
         return self._facts[key]
 
     def ids(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> list[int]:
         """The token ids of a prompt, by `read` if they are not at hand."""
-        if self._last is not None and self._last[0] == key:
-            return self._last[1]
-        if key not in self._ids:
-            return self._read(key, read)
-        self._last = key, list(self._ids[key])
+        if self._last is None or self._last[0] != key:
+            if key in self._ids:
+                self._last = key, list(self._ids[key])
+            else:
+                self._facts[key], ids = read()
+                self._last = key, ids
+                if len(ids) <= self._room:
+                    self._ids[key] = array("i", ids)
+                    self._room -= len(ids)
         return self._last[1]
-
-    def _read(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> list[int]:
-        self._facts[key], ids = read()
-        self._last = key, ids
-        if len(ids) <= self._room:
-            self._ids[key] = array("i", ids)
-            self._room -= len(ids)
-        return ids
 
 
 class Reader:
@@ -189,7 +169,12 @@ class Reader:
         self.max_new_tokens, self.tokens, self.smoke = max_new_tokens, tokens, run.smoke
         self.known = known if known is not None else Prompts()
         self.decode = decode or DecodeOptions()
-        self.limit, self.limit_reason = limit_of(loaded)
+        # tokens that prompt and answer may have together; None: without limit
+        self.limit, self.limit_reason = loaded.max_length, "the model was made for (model.max_length)"
+        config = getattr(loaded.model, "config", None)
+        window = None if config is None else sliding_window(config.get_text_config(decoder=True))
+        if window is not None and (self.limit is None or window < self.limit):
+            self.limit, self.limit_reason = window, "of the model's sliding window"
 
     # -- prompts -------------------------------------------------------------------------------------------------------
 
@@ -200,8 +185,9 @@ class Reader:
         """
         prompt, settings = request.args[0], dict(request.args[1])
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
-        until, new_tokens = _stops(settings, self.decode), self._new_tokens(settings)
-        loaded = self.loaded
+        loaded, until = self.loaded, _stops(settings, self.decode)
+        new_tokens = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens)
+        new_tokens = min(new_tokens, NEW_TOKENS) if self.smoke else new_tokens
         rules: dict[str, Any] = {"until": until, "max_new_tokens": new_tokens, "weights": loaded.weights}
         if stop_token := settings.get("stop_token"):
             rules["stop_token"] = stop_token
@@ -231,7 +217,8 @@ class Reader:
         decode, known = self.decode, prepared.known
         if not decode.drawn:
             return prepared
-        mark, old_mark = drawn_marks(known.mark, known.old_mark, decode, self.seed, draw)
+        settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": self.seed, "draw": draw}
+        mark, old_mark = (fingerprint(greedy, settings) for greedy in (known.mark, known.old_mark))
         sampling = Sampling(decode.temperature, decode.top_p, f"{self.seed}/{prepared.task}/{prepared.doc_id}/{draw}")
         return replace(prepared, mark=mark, old_mark=old_mark, draw=draw, sampling=sampling)
 
@@ -294,11 +281,6 @@ class Reader:
                 before, prompt, cut = turns[:-1], turns[-1]["content"], (most, dropped)
         style = settings.get("wrapper", "template")
         return self.loaded.wrap(prompt, style, before), self.loaded.wrapper(style), cut
-
-    def _new_tokens(self, settings: Settings) -> int:
-        """How many tokens an answer may have."""
-        asked = int(settings.get("max_gen_toks") or settings.get("max_new_tokens") or self.max_new_tokens)
-        return min(asked, NEW_TOKENS) if self.smoke else asked
 
     # -- texts to be scored --------------------------------------------------------------------------------------------
 

@@ -19,6 +19,7 @@ import torch
 
 from pqcache.atomic import write_text
 from pqcache.diagnostics import Capture, Measures, rerun, summarize
+from pqcache.embedded.needle_pocket import make_samples
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import ModelOptions
 from pqcache.harness.report import plots
@@ -42,18 +43,6 @@ def settings() -> list[tuple[str, dict[str, Any], int]]:
         points += [("clusterkv", {"tokens_per_cluster": t}, budget) for t in TOKENS_PER_CLUSTER if t != 80]
         points += [("clusterkv", {"distance": distance}, budget) for distance in DISTANCES]
     return points
-
-
-def prompt_ids(loaded: models.LoadedModel, length: int, seed: int, text: Path | None) -> list[int]:
-    if text is not None:
-        ids = loaded.encode(text.read_text(encoding="utf-8", errors="replace"))
-        if len(ids) < length:
-            raise SystemExit(f"--text {text}: has {len(ids)} tokens, --length asks for {length}")
-        return ids[:length]
-    from pqcache.embedded.needle_pocket import make_samples
-
-    (sample,) = make_samples(1, length, seed, loaded.tokenizer, loaded.count)
-    return loaded.encode(loaded.wrap(sample["prompt"]))
 
 
 def sweep(loaded: models.LoadedModel, ids: list[int], steps: int, path: Path, header: dict[str, Any]) -> dict[str, Any]:
@@ -94,7 +83,15 @@ def main() -> None:
     arguments = parser.parse_args()
     options = {**vars(ModelOptions()), "path": arguments.model}
     loaded = models.load("hf" if arguments.model else "embedded", options)
-    ids = prompt_ids(loaded, arguments.length, arguments.seed, arguments.text)
+    length, text = arguments.length, arguments.text
+    if text is not None:
+        ids = loaded.encode(text.read_text(encoding="utf-8", errors="replace"))
+        if len(ids) < length:
+            raise SystemExit(f"--text {text}: has {len(ids)} tokens, --length asks for {length}")
+        ids = ids[:length]
+    else:
+        (sample,) = make_samples(1, length, arguments.seed, loaded.tokenizer, loaded.count)
+        ids = loaded.encode(loaded.wrap(sample["prompt"]))
     header = {
         "model": arguments.model or "embedded",
         "prompt": str(arguments.text) if arguments.text else f"needle_pocket, seed {arguments.seed}",

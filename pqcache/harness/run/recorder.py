@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy
-import torch
 from safetensors.torch import save as save_tensors
 
 from pqcache.atomic import write_bytes
@@ -24,28 +23,25 @@ from pqcache.harness.report.rows import Diagnostics
 from pqcache.harness.run.samples import Sample
 from pqcache.selective import Watcher
 
+LEVELS: dict[bool | str, type[Watcher]] = {"scores": Scores, "prompt": PromptMaps}
+
 
 class Recorder:
     """The diagnostics of one cell: `watchers` for a sample, then `save`; `row` when all are done."""
 
     def __init__(self, folder: Path, level: bool | str, origin: dict[str, Any], dense_layers: int) -> None:
         """level: true, "trace", "scores" or "prompt". origin: the cell's configuration, which a trace repeats."""
-        self.folder, self.trace = folder / "diagnostics", level == "trace"
-        self.scores, self.prompt = level == "scores", level == "prompt"
-        self.origin, self.dense_layers = origin, dense_layers
+        self.folder, self.level, self.origin, self.dense_layers = folder / "diagnostics", level, origin, dense_layers
         self._measures = Measures()
-        self._recorder = TraceRecorder()
-        self._scores = Scores()
-        self._maps = PromptMaps()
+        self._more: Watcher | None = None  # what this level adds
 
     def watchers(self, task: str, doc_id: int) -> list[Watcher]:
         self._measures = Measures()
-        self._recorder = TraceRecorder({**self.origin, "task": task, "document": doc_id})
-        self._scores, self._maps = Scores(), PromptMaps()
-        levels: list[tuple[bool, Watcher]] = [
-            (self.trace, self._recorder), (self.scores, self._scores), (self.prompt, self._maps)
-        ]  # fmt: skip
-        return [self._measures, *(watcher for chosen, watcher in levels if chosen)]
+        if self.level == "trace":
+            self._more = TraceRecorder({**self.origin, "task": task, "document": doc_id})
+        elif self.level in LEVELS:
+            self._more = LEVELS[self.level]()
+        return [self._measures, *([] if self._more is None else [self._more])]
 
     def path(self, task: str, doc_id: int, mark: str) -> Path:
         return self.folder / f"{task}-{doc_id}-{mark}.npz"
@@ -53,37 +49,25 @@ class Recorder:
     def complete(self, task: str, doc_id: int, mark: str) -> bool:
         """Whether the files of a sample exist."""
         path = self.path(task, doc_id, mark)
-        suffix = SUFFIX if self.trace else PROMPT_SUFFIX if self.prompt else path.suffix
+        suffix = {"trace": SUFFIX, "prompt": PROMPT_SUFFIX}.get(str(self.level), path.suffix)
         return path.exists() and path.with_suffix(suffix).exists()
 
     def save(self, task: str, doc_id: int, mark: str) -> None:
-        arrays: dict[str, Any] = {name: x.numpy() for name, x in _one_row(self._measures.arrays()).items()}
-        if self.scores:
-            arrays |= {name: x.numpy() for name, x in self._scores.arrays().items()}
+        arrays = {name: x[0] if name == "positions" else x[:, 0] for name, x in self._measures.arrays().items()}
+        if isinstance(self._more, Scores):
+            arrays |= self._more.arrays()
         buffer = io.BytesIO()
-        numpy.savez_compressed(buffer, **arrays)
+        numpy.savez_compressed(buffer, **{name: x.numpy() for name, x in arrays.items()})  # type: ignore[arg-type]
         path = self.path(task, doc_id, mark)
-        if self.trace:
-            self._recorder.save(path.with_suffix(SUFFIX))
-        if self.prompt:
-            write_bytes(path.with_suffix(PROMPT_SUFFIX), save_tensors(self._maps.arrays()))
+        if isinstance(self._more, TraceRecorder):
+            self._more.save(path.with_suffix(SUFFIX))
+        if isinstance(self._more, PromptMaps):
+            write_bytes(path.with_suffix(PROMPT_SUFFIX), save_tensors(self._more.arrays()))
         write_bytes(path, buffer.getvalue())
 
     def row(self, samples: Iterable[Sample]) -> dict[str, Any]:
         """The summary of these samples, from their files."""
         paths = [self.path(s["task"], s["doc_id"], s["fingerprint"]) for s in samples]
-        summary = summarize(
-            [{k: x[:, None] for k, x in read_arrays(path).items() if k in ARRAYS} for path in paths], self.dense_layers
-        )
-        return {
-            **dict.fromkeys(Diagnostics.__annotations__),
-            "samples": 0,
-            "steps": 0,
-            **summary,
-            "folder": self.folder.name,
-        }
-
-
-def _one_row(arrays: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Remove the dimension of rows: the harness runs one prompt at a time."""
-    return {name: x[0] if name == "positions" else x[:, 0] for name, x in arrays.items()}
+        arrays = [{k: x[:, None] for k, x in read_arrays(path).items() if k in ARRAYS} for path in paths]
+        known = {"samples": 0, "steps": 0, **summarize(arrays, self.dense_layers), "folder": self.folder.name}
+        return {**dict.fromkeys(Diagnostics.__annotations__), **known}

@@ -19,6 +19,9 @@ from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run.samples import DIFFERS, Sample
 
 DROPPED_STEPS = 2
+PAIR = (
+    "full_score paired_difference paired_interval paired_p paired_samples paired_with paired_reason".split()
+)  # with Full
 STEP_MEANS = ("context_tokens", "allowed_tokens")  # means over decode steps, to be compared with attended_tokens
 
 
@@ -47,7 +50,7 @@ def build_row(
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
-    steps = [len(s["step_s"]) for s in samples]
+    steps, packages = [len(s["step_s"]) for s in samples], _keys(s["versions"] for s in samples)
     for key in STEP_MEANS:
         if (value := known_mean([s["extra"].get(key) for s in samples], steps)) is not None:
             extra[key] = value
@@ -79,11 +82,15 @@ def build_row(
         **_quality(scores, metrics or {}, published.cell_score(cell), failed, sample_metrics or {}),
         "sample_metrics": sample_metrics,
         **_drawn(answer_scores, whole=not any(failed.values())),
-        **_budget_and_tokens(cell, samples),
-        **_bytes(samples),
+        **_budget_and_tokens(cell, samples, steps),
+        "resident_bytes": _by_key([s["resident_bytes"] for s in samples], known_mean),
+        "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
+        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], lambda values: known_mean(values, steps)),
         "diagnostics": diagnostics,
         **_times(samples, timed=diagnostics is None),
-        **_origin(samples),
+        "versions": {name: _joined(s["versions"].get(name) for s in samples) for name in packages},
+        "git_commit": _joined(s["git_commit"] for s in samples),
+        "device": _joined(s["device"] for s in samples) or "",
         "extra": extra,
         "folder": cell.name,
     }
@@ -114,35 +121,25 @@ def _quality(
 ) -> dict[str, Any]:
     """failed: task -> samples that are no answer. A mean over the others would be of other samples, so there is none."""
     whole = not any(failed.values())
-    tasks = {
+    tasks: dict[str, dict[str, Any]] = {
         task: {
             "score": score_statistics.mean({task: values}) if not failed.get(task) else None,
             "score_interval": score_statistics.interval({task: values}) if not failed.get(task) else None,
             "n_samples": len(values),
             "metrics": dict(metrics.get(task, {})) if not failed.get(task) else {},
-            **({"metric_intervals": _intervals(each[task])} if task in each and not failed.get(task) else {}),
         }
         for task, values in scores.items()
     }
+    for task in tasks.keys() & each.keys() - {name for name, count in failed.items() if count}:
+        tasks[task]["metric_intervals"] = {n: score_statistics.interval({n: own}) for n, own in each[task].items()}
     return {
         "score": score_statistics.mean(scores) if whole else None,
         "score_interval": score_statistics.interval(scores) if whole else None,
-        "full_score": None,
-        "paired_difference": None,
-        "paired_interval": None,
-        "paired_p": None,
-        "paired_samples": None,
-        "paired_with": None,
-        "paired_reason": None,
+        **dict.fromkeys(PAIR),
         "published": published,
         "tasks": tasks,
         "sample_scores": {task: dict(values) for task, values in scores.items()},
     }
-
-
-def _intervals(metrics: Mapping[str, dict[str, float]]) -> dict[str, list[float] | None]:
-    """Metric -> its 95 % bootstrap interval over samples."""
-    return {name: score_statistics.interval({name: values}) for name, values in metrics.items()}
 
 
 def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
@@ -151,7 +148,8 @@ def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
         return {"answer_scores": None, "pass_at": None, "pass_at_interval": None}
     stored = {task: {key: list(scores) for key, scores in samples.items()} for task, samples in answers.items()}
     most = min((len(scores) for samples in stored.values() for scores in samples.values()), default=0)
-    if not whole or not most or not score_statistics.is_pass_or_fail(stored):
+    every = (score for samples in stored.values() for scores in samples.values() for score in scores)
+    if not whole or not most or not all(score in (0, 100) for score in every):  # each is right or wrong
         return {"answer_scores": stored, "pass_at": None, "pass_at_interval": None}
     ks = sorted({most, *(2**i for i in range(most.bit_length()))})
     chances = {str(k): score_statistics.pass_at(stored, k) for k in ks}
@@ -165,11 +163,10 @@ def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
     }
 
 
-def _budget_and_tokens(cell: Cell, samples: Sequence[Sample]) -> dict[str, Any]:
+def _budget_and_tokens(cell: Cell, samples: Sequence[Sample], steps: Sequence[int]) -> dict[str, Any]:
     budget, ignored = cell.identity["budget"], cell.ignores_budget
     prompt = known_mean(s["prompt_tokens"] for s in samples) or 0.0
     planned = known_mean(s["budget_tokens"] for s in samples)
-    steps = [len(s["step_s"]) for s in samples]
     return {
         "budget_ratio": 1.0 if ignored else budget if isinstance(budget, float) else None,
         "budget_tokens": float(budget) if isinstance(budget, int) else planned,
@@ -179,15 +176,6 @@ def _budget_and_tokens(cell: Cell, samples: Sequence[Sample]) -> dict[str, Any]:
         "generated_tokens": known_mean(s["new_tokens"] for s in samples) or 0.0,
         "attended_tokens": known_mean([s["attended_tokens"] for s in samples], steps),
         "attended_tokens_all_layers": known_mean([s["attended_tokens_all_layers"] for s in samples], steps),
-    }
-
-
-def _bytes(samples: Sequence[Sample]) -> dict[str, Any]:
-    steps = [len(s["step_s"]) for s in samples]
-    return {
-        "resident_bytes": _by_key([s["resident_bytes"] for s in samples], known_mean),
-        "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
-        "bytes_per_step": _by_key([s["bytes_per_step"] for s in samples], lambda values: known_mean(values, steps)),
     }
 
 
@@ -207,21 +195,7 @@ def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
     }
 
 
-def _origin(samples: Sequence[Sample]) -> dict[str, Any]:
-    packages = _keys(s["versions"] for s in samples)
-    return {
-        "versions": {package: _joined(s["versions"].get(package) for s in samples) for package in packages},
-        "git_commit": _joined(s["git_commit"] for s in samples),
-        "device": _joined(s["device"] for s in samples) or "",
-    }
-
-
 # -- over samples ------------------------------------------------------------------------------------------------------
-
-
-def pooled_steps(steps: Iterable[Sequence[float]]) -> list[float]:
-    """Decode steps of all samples, the first two of each dropped."""
-    return [s for sample in steps for s in sample[DROPPED_STEPS:]]
 
 
 def percentile(values: Iterable[float | None], share: float) -> float | None:
@@ -236,8 +210,8 @@ def percentile(values: Iterable[float | None], share: float) -> float | None:
 
 
 def tpot_ms(steps: Iterable[Sequence[float]], share: float) -> float | None:
-    """A percentile of the time per output token, in milliseconds."""
-    seconds = percentile(pooled_steps(steps), share)
+    """A percentile of the time per output token, in milliseconds: of the steps of all samples, the first two of each dropped."""
+    seconds = percentile((s for sample in steps for s in sample[DROPPED_STEPS:]), share)
     return None if seconds is None else seconds * 1000
 
 

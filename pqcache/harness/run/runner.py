@@ -25,6 +25,7 @@ from pqcache.harness.report.tables import row_text, summary, summary_line
 from pqcache.harness.run import one_cell, precheck, tracking
 from pqcache.harness.run.compute import Member, compute
 from pqcache.harness.run.one_cell import Outcome
+from pqcache.harness.run.prompts import TooLong
 from pqcache.harness.run.row_builder import tpot_ms
 from pqcache.harness.run.samples import Busy, Missing, Sample, SampleLog, claim
 from pqcache.harness.run.session import Session, Watch, model_key
@@ -131,8 +132,11 @@ class _Run:
 
     def _group(self, group: list[Cell], opened: dict[str, Member | None]) -> None:
         """Compute what the cells share, then each cell."""
-        able = [cell for cell in group if opened[cell.name] is not None]
-        units = local_units(able, self._tasks(able[0]) if may_share(able) else 1) if able else []
+        able, tasks = [cell for cell in group if opened[cell.name] is not None], 1
+        if able and may_share(able):
+            with contextlib.suppress(Exception):  # its unit meets the same error and reports it
+                tasks = len(self.session.task(able[0], self.session.model(able[0]))[1]["tasks"])
+        units = local_units(able, tasks) if able else []
         if units and units[0].shared == "only":
             self._compute(units.pop(0), opened, f"the prompts of {len(able)} cells")
         for cell in group:
@@ -145,13 +149,6 @@ class _Run:
                 self._finish(member)
             if self.plan.sweep:
                 print(f"      {outcome_line(self.outcomes[cell.name])}", flush=True)
-
-    def _tasks(self, cell: Cell) -> int:
-        """How many lm-eval tasks a cell has."""
-        try:
-            return len(self.session.task(cell, self.session.model(cell))[1]["tasks"])
-        except Exception:  # its unit meets the same error and reports it
-            return 1
 
     def _compute(self, unit: Unit, opened: dict[str, Member | None], what: str) -> None:
         members = [member for name in unit.cells if (member := opened[name]) is not None]
@@ -191,13 +188,15 @@ class _Run:
         if member.cell.identity["task"]["name"] == "latency":
             return True
         try:
-            lacks = one_cell.lacks_samples(self.session, member.cell, member.adapter(self.session))
+            lm = member.adapter(self.session)
+            for request in self.session.requests(member.cell, lm.loaded):
+                with contextlib.suppress(TooLong):
+                    if lm.lacking(request):
+                        write_status(member.cell.folder, "running")
+                        return True
         except Exception as error:  # a model that cannot be loaded, a task that cannot be built
             self._failed(member.cell, Failure.of(error))
-            return False
-        if lacks:
-            write_status(member.cell.folder, "running")
-        return lacks
+        return False
 
     def _ranges(self, group: list[Cell], workers: int) -> list[Unit]:
         cell = group[0]
@@ -319,38 +318,27 @@ def outcome_line(outcome: Outcome) -> str:
 
 def print_result(plan: RunPlan, outcomes: Mapping[str, Outcome], out: Path) -> None:
     """Print what was measured, then the failed cells."""
-    rows = _rows(plan, outcomes)
-    if plan.sweep:
-        print_sweep(plan, outcomes, rows, out)
-    else:
-        _print_cell(plan, outcomes, rows)
-    for cell in plan.cells:
-        if outcomes[cell.name].status == "failed":
-            print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)
-
-
-def _rows(plan: RunPlan, outcomes: Mapping[str, Outcome]) -> dict[str, Row]:
-    """Cell name -> row, with the refreshed comparison to Full; a kept cell shows the row of this run."""
-    rows: dict[str, Row] = {}
+    rows: dict[str, Row] = {}  # with the refreshed comparison to Full; a kept cell shows the row of this run
     for cell in plan.cells:
         outcome = outcomes[cell.name]
         if outcome.row is not None:
             refreshed = None if outcome.kept else read_row(cell.folder / "row.json")
             rows[cell.name] = refreshed or outcome.row
-    return rows
-
-
-def _print_cell(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[str, Row]) -> None:
-    cell = plan.cells[0]
-    outcome = outcomes[cell.name]
-    if outcome.status not in ("ok", "failed"):
-        print(outcome_line(outcome))
-    if cell.name in rows:
-        print(row_text(rows[cell.name], cell.folder / "row.json"))
-        if outcome.kept:
-            print("  row.json keeps its larger number of samples; the figures above are of this limit")
-        elif outcome.loaded:
-            print("  loaded: all samples were on disk; fresh=true computes them again")
+        if plan.sweep:
+            continue
+        if outcome.status not in ("ok", "failed"):
+            print(outcome_line(outcome))
+        if cell.name in rows:
+            print(row_text(rows[cell.name], cell.folder / "row.json"))
+            if outcome.kept:
+                print("  row.json keeps its larger number of samples; the figures above are of this limit")
+            elif outcome.loaded:
+                print("  loaded: all samples were on disk; fresh=true computes them again")
+    if plan.sweep:
+        print_sweep(plan, outcomes, rows, out)
+    for cell in plan.cells:
+        if outcomes[cell.name].status == "failed":
+            print(printable(f"failed: {cell.label}: {outcomes[cell.name].reason}"), file=sys.stderr)
 
 
 # -- the comparison to Full --------------------------------------------------------------------------------------------
@@ -403,16 +391,14 @@ def print_sweep(plan: RunPlan, outcomes: Mapping[str, Outcome], rows: Mapping[st
         _write_report(plan)
     if pooled := tables.pooled_table(rows.values()):
         print(f"\n{pooled}")
-    if plan.summary is not None:
-        _print_summary(plan, plan.summary, rows, out)
-
-
-def _print_summary(plan: RunPlan, method: str, rows: Mapping[str, Row], out: Path) -> None:
-    """What one method saves and costs against Full, and where the picture of it is."""
-    if sentences := summary(rows.values(), method):
+    if plan.summary is None:
+        return
+    if sentences := summary(rows.values(), plan.summary):  # what one method saves and costs against Full
         print("\n" + "\n".join(sentences))
     try:
-        path = trade_off.draw_rows(list(rows.values()), out / f"{plan.experiment}.png")
+        every, made = list(rows.values()), trade_off.points(list(rows.values()))
+        caption = trade_off.caption(every, made) if every else ""
+        path = trade_off.draw(made, out / f"{plan.experiment}.png", caption)
     except Exception as error:  # the rows are on disk; the same command draws it again
         print(f"picture: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
         return

@@ -21,7 +21,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import IO, Any, Self, cast
 
 from filelock import FileLock, Timeout
@@ -46,14 +45,6 @@ class Missing(RuntimeError):
     """A sample is not in the log, and the model has no weights to compute it."""
 
 
-def prompt_marks(text: str, sha256: str, *, whole: bool = False) -> SampleMarks:
-    """What a line keeps of its prompt. text: its end, or with `whole` all of it."""
-    marks = SampleMarks(prompt_sha256=sha256, prompt_end=text[-PROMPT_END:])
-    if whole:
-        marks["prompt"] = text
-    return marks
-
-
 def target_marks(task: Any, doc: dict) -> SampleMarks:
     """The right answers of a document of an lm-eval task; empty where it has none."""
     try:
@@ -67,15 +58,12 @@ def target_marks(task: Any, doc: dict) -> SampleMarks:
     return {} if target is None or target == "" else SampleMarks(target=str(target))
 
 
-def fingerprint(ids: Sequence[int], settings: dict[str, Any]) -> str:
-    """16 hex digits that identify a model input and the settings of its generation, not the method."""
-    text = json.dumps([list(ids), settings], sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+def fingerprint(of: Sequence[int] | str, settings: dict[str, Any]) -> str:
+    """16 hex digits that identify a model input and the settings of its generation, not the method.
 
-
-def drawn_mark(mark: str, settings: dict[str, Any]) -> str:
-    """The fingerprint of a drawn answer. mark: of the greedy one. settings: how it is drawn, its number included."""
-    text = json.dumps([mark, settings], sort_keys=True)
+    of: token ids; for a drawn answer the fingerprint of the greedy one.
+    """
+    text = json.dumps([of, settings], sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
@@ -149,20 +137,15 @@ class SampleLog:
     """
 
     def __init__(
-        self,
-        path: Path,
-        cell: str = "",
-        on_sample: Callable[[Sample], None] | None = None,
-        *,
-        owned: bool = True,
-        read_only: bool = False,
+        self, path: Path, cell: str = "", on_sample: Callable[[Sample], None] | None = None, *, owned: bool = True
     ) -> None:
         """A cell's log. Raises Busy if another process has the cell.
 
         cell: the configuration's mark. Lines of another one are not used; lines without one are, see `find`. on_sample: is
-        called with each new sample, once it is on disk. owned: claim the cell, and drop the half line that a kill has left.
+        called with each new sample, once it is on disk. owned: claim the cell, and drop the half line that a kill has left;
+        false for a worker, whose driver owns the cell: it gets a new file of its own.
         """
-        self.path, self.cell, self.on_sample, self.owned, self.read_only = path, cell, on_sample, owned, read_only
+        self.path, self.cell, self.on_sample, self.owned = path, cell, on_sample, owned
         self.appended = 0
         self._file: IO[bytes] | None = None
         self._stack = ExitStack()  # what ends with the log
@@ -170,23 +153,13 @@ class SampleLog:
             self._stack.enter_context(claim(path.parent))
         try:
             if owned and path.exists():
-                _drop_half_line(path)
+                whole = max((end for _, end, _ in lines(path)), default=0)
+                if whole < path.stat().st_size:
+                    os.truncate(path, whole)
             self.reload()
         except BaseException:
             self.close()
             raise
-
-    @classmethod
-    def of_worker(
-        cls, folder: Path, unit: str, cell: str = "", on_sample: Callable[[Sample], None] | None = None
-    ) -> SampleLog:
-        """A log with a new file of its own for a worker: its driver owns the cell."""
-        return cls(folder / f"samples-{unit}-0.jsonl", cell, on_sample, owned=False)
-
-    @classmethod
-    def to_read(cls, folder: Path, cell: str = "") -> SampleLog:
-        """A cell's samples. Nothing can be appended."""
-        return cls(folder / "samples.jsonl", cell, owned=False, read_only=True)
 
     def reload(self) -> None:
         """Read what is on disk."""
@@ -213,8 +186,6 @@ class SampleLog:
 
     def append(self, sample: Sample) -> None:
         """Record a finished sample; it is on disk when this returns."""
-        if self.read_only:
-            raise ValueError(f"{self.path}: was opened to be read")
         if self._file is None:
             self._file = self._open()
         if self.cell:
@@ -249,13 +220,5 @@ class SampleLog:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
-
-
-def _drop_half_line(path: Path) -> None:
-    whole = max((end for _, end, _ in lines(path)), default=0)
-    if whole < path.stat().st_size:
-        os.truncate(path, whole)

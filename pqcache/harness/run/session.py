@@ -6,7 +6,8 @@ import contextlib
 import gc
 import io
 import json
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import torch
@@ -79,7 +80,11 @@ class Session:
         if key in self.unloadable:
             raise self.unloadable[key]
         if self._model is None or self._model[0] != key:
-            self._forget_model()
+            old, self._model = self._model, None  # weights are freed before new ones are loaded
+            wrapped = old is not None and isinstance(old[1], LoadedModel) and old[1].kept
+            del old
+            if wrapped:
+                gc.collect()  # modules that accelerate has wrapped refer to themselves
             # documents are counted in a model's tokens
             tokens = _tokens_of(cell)
             self._tasks = {key: task for key, task in self._tasks.items() if key[0] == tokens}
@@ -104,15 +109,9 @@ class Session:
         dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
         if cell.run.smoke and name not in smoke_models.AS_THEY_ARE and dtype != torch.bfloat16:
             dtype = torch.float32
-        outline: Any = _Outline(config, dtype, torch.device("cpu"))
+        # all that a row needs to know of a model
+        outline: Any = SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"))
         return replace(self.text_side(cell), model=outline)
-
-    def _forget_model(self) -> None:
-        """Free the old weights before new ones are loaded."""
-        old, self._model = self._model, None
-        if old is not None and isinstance(old[1], LoadedModel) and old[1].kept:
-            del old
-            gc.collect()  # modules that accelerate has wrapped refer to themselves
 
     def text_side(self, cell: Cell) -> LoadedModel:
         """The cell's tokenizer and prompt protocol, without weights: `model` is None. The last one is kept."""
@@ -147,7 +146,11 @@ class Session:
         key = _task_key(cell, loaded)
         if key not in self._requests:
             _, tasks = self.task(cell, loaded)
-            self._requests[key] = requests_of(tasks, cell.run.limit, cell.identity["seed"])
+            set_seed(tasks, cell.identity["seed"])
+            for task in tasks["tasks"].values():
+                with contextlib.redirect_stderr(io.StringIO()):  # its own progress bars
+                    task.build_all_requests(limit=cell.run.limit, rank=0, world_size=1)
+            self._requests[key] = [request for task in tasks["tasks"].values() for request in task.instances]
         return self._requests[key]
 
     def known_prompts(self, cell: Cell) -> Prompts:
@@ -181,33 +184,10 @@ def _task_key(cell: Cell, loaded: LoadedModel) -> tuple[str, str]:
     return _tokens_of(cell), json.dumps(parts, sort_keys=True)
 
 
-def requests_of(tasks: TaskDict, limit: int | None, seed: int) -> list[Instance]:
-    """The requests that lm-eval makes, in its order. Its own progress bars are muted.
-
-    Few-shot examples that it draws are the same for every cell with this seed; those of seed 0 are lm-eval's own.
-    """
-    requests: list[Instance] = []
-    set_seed(tasks, seed)
-    for task in tasks["tasks"].values():
-        with contextlib.redirect_stderr(io.StringIO()):
-            task.build_all_requests(limit=limit, rank=0, world_size=1)
-        requests += task.instances
-    return requests
-
-
 def set_seed(tasks: TaskDict, seed: int) -> None:
-    """Seed the choice of few-shot examples."""
+    """Seed the choice of few-shot examples: the same for every cell with this seed, those of seed 0 are lm-eval's own."""
     for task in tasks["tasks"].values():
         task.set_fewshot_seed(DEFAULT_OTHER_SEED + seed)
-
-
-@dataclass
-class _Outline:
-    """What a row needs to know of a model: everything but its weights."""
-
-    config: Any
-    dtype: torch.dtype
-    device: torch.device
 
 
 def _load(cell: Cell) -> LoadedModel:

@@ -46,13 +46,17 @@ def place_of(
     """Where the recording of a prompt of `tokens` tokens is kept. shared=true and all always record."""
     if shared is False:
         return "off"
+    text: Any = config.get_text_config(decoder=True)
+    wide = 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
+    # what a method may need beside a recording: two dense caches, and the widest product of a prefill
+    beside = 2 * kept_bytes(config, tokens, dtype) + tokens * wide * getattr(torch, dtype).itemsize
     free, recording = free_bytes(device), recording_bytes(config, tokens, dtype)
-    if free is None or recording + _beside_bytes(config, tokens, dtype) <= SHARE_OF_FREE * free:
+    if recording + beside <= SHARE_OF_FREE * free:
         return "device"
     if device.type == "cpu":
         return "device" if shared in (True, "all") else "off"
     room = free_bytes(torch.device("cpu"))
-    return "host" if shared in (True, "all") or room is None or recording <= SHARE_OF_FREE * room else "off"
+    return "host" if shared in (True, "all") or recording <= SHARE_OF_FREE * room else "off"
 
 
 def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
@@ -61,13 +65,6 @@ def recording_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
     shape = ModelShape.of(text)
     token = shape.h * (shape.d + shape.d_v) + shape.token + text.hidden_size  # q and output, k and v, input
     return int(len(attending(text)) * tokens * token * getattr(torch, dtype).itemsize)
-
-
-def _beside_bytes(config: PreTrainedConfig, tokens: int, dtype: str) -> int:
-    """What a method may need beside a recording: two dense caches, and the widest product of a prefill."""
-    text: Any = config.get_text_config(decoder=True)
-    wide = 3 * (getattr(text, "intermediate_size", None) or 4 * text.hidden_size)
-    return int(2 * kept_bytes(config, tokens, dtype) + tokens * wide * getattr(torch, dtype).itemsize)
 
 
 class Sharing:
@@ -161,11 +158,8 @@ class Sharing:
 
     def _at_once(self, lm: HarnessLM, tokens: int) -> int:
         """How many cells may hold a cache of so many tokens at a time, each as large as two dense ones."""
-        model = lm.loaded.model
-        if (free := free_bytes(home(model))) is None:
-            return MOST_AT_ONCE
-        each = 2 * kept_bytes(model.config, tokens, lm.loaded.dtype)
-        return max(1, min(MOST_AT_ONCE, int(SHARE_OF_FREE * free / each)))
+        each = 2 * kept_bytes(lm.loaded.model.config, tokens, lm.loaded.dtype)
+        return max(1, min(MOST_AT_ONCE, int(SHARE_OF_FREE * free_bytes(home(lm.loaded.model)) / each)))
 
     def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""

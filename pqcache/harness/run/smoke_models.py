@@ -7,7 +7,7 @@ heads per KV head and the same sliding window. The embedded model stays itself; 
 import json
 import zlib
 from dataclasses import replace
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +29,18 @@ LAYERS = 3
 AS_THEY_ARE = (*WEIGHTS, "random")  # loaded as they are; config/smoke.py makes the random geometry tiny
 
 
-@lru_cache(maxsize=1)
-def tokenizer() -> Any:
-    return load_tokenizer()
+tokenizer = cache(load_tokenizer)
 
 
 def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of the small model that replaces a named one."""
     if name in AS_THEY_ARE:
         return models.load_config(name, options)
-    kind, group, extra = ARCHITECTURES.get(name) or _architecture_of(options)
+    kind, group, extra = ARCHITECTURES.get(name) or ("llama", 4, {})  # of a hub id, which is not looked up
+    if name not in ARCHITECTURES and Path(str(options["path"])).expanduser().is_dir():
+        text: Any = models.load_config("hf", options).get_text_config(decoder=True)
+        heads = text.num_attention_heads
+        kind, group = text.model_type, heads // (getattr(text, "num_key_value_heads", None) or heads)
     heads_kv = 1 if group > 8 else 2
     values = {
         "vocab_size": len(tokenizer()),
@@ -55,17 +57,6 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
         "initializer_range": 0.2,
     }
     return CONFIG_MAPPING[kind](**values, **extra)
-
-
-def _architecture_of(options: dict[str, Any]) -> tuple[str, int, dict[str, Any]]:
-    """The architecture of model=hf, from a local folder's config. A hub id is not looked up: Llama's."""
-    folder = Path(str(options["path"])).expanduser()
-    if not folder.is_dir():
-        return "llama", 4, {}
-    config = models.load_config("hf", options)
-    text: Any = config.get_text_config(decoder=True)
-    heads = text.num_attention_heads
-    return text.model_type, heads // (getattr(text, "num_key_value_heads", None) or heads), {}
 
 
 def load(name: str, options: dict[str, Any]) -> models.LoadedModel:

@@ -9,8 +9,9 @@ import hashlib
 import json
 import os
 import socket
-from collections.abc import Callable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -21,7 +22,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import one_line, say_once, without_secrets
 from pqcache.harness.report.rows import Row, read_row
-from pqcache.harness.run.samples import SampleLog
+from pqcache.harness.report.sample_lines import read_all
 from pqcache.outside import read_json
 
 MARK = "logged.json"
@@ -37,7 +38,18 @@ def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> boo
     """Log a cell whose row is on disk, unless that was done; wandb's files go under `out`/wandb. False: it did not work."""
 
     def log() -> None:
-        _track(cell, row, samples, mode)
+        import wandb
+
+        with _run(cell, cell.name, f"{row['model']}/{row['task']}", without_secrets(cell.identity), mode) as run:
+            for index, sample in enumerate(samples):
+                times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()
+                point = {key: sample[key] for key in ("score", *times, "new_tokens", "prompt_tokens")}
+                run.log({f"sample/{k}": v for k, v in point.items() if v is not None}, step=index)
+            if samples:
+                lines = [[sample.get(key) for key in SAMPLE_COLUMNS] for sample in samples]
+                lines = [[", ".join(value) if isinstance(value, list) else value for value in line] for line in lines]
+                run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=lines)})
+            run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
         write_text(cell.folder / MARK, json.dumps({"mode": mode, "row": _digest(cell.folder)}) + "\n")
 
     done = is_logged(cell.folder, mode)
@@ -67,7 +79,7 @@ def track_rows(plan: RunPlan, mode: str) -> dict[str, int]:
         elif is_logged(cell.folder, mode):
             counts["sent before"] += 1
         else:
-            samples = [dict(sample) for sample in SampleLog.to_read(cell.folder, cell.about.mark)]
+            samples = [dict(sample) for sample in read_all(cell.folder, cell.about.mark)[0].values()]
             counts["sent" if track(cell, row, samples, mode) else "not sent"] += 1
     return counts
 
@@ -107,55 +119,36 @@ def _obstacle(server: str) -> str | None:
 
 def track_report(plan: RunPlan, files: Sequence[Path]) -> None:
     """Log an experiment's table (its CSV) and figures (PNG) as one run. Prints one line if that did not work."""
-    mode = plan.cells[0].run.wandb
+    mode, name = plan.cells[0].run.wandb, str(plan.experiment)
+
+    def log() -> None:
+        import wandb
+
+        with _run(plan.cells[0], f"table-{name}", name, {"experiment": name}, mode) as run:
+            artifact = wandb.Artifact(f"{name}-files", type="report")
+            for path in files:
+                if path.suffix == ".csv":
+                    run.log({path.stem: wandb.Table(dataframe=pd.read_csv(path))})
+                elif path.suffix == ".png":
+                    run.log({f"{path.stem} figure": wandb.Image(str(path))})
+                artifact.add_file(str(path))
+            run.log_artifact(artifact)
+
     if mode != "disabled":
-        log = partial(_track_report, plan, files, mode)
         _tried(log, mode, "wandb: table not logged ({}); its files are kept")
 
 
-def _track_report(plan: RunPlan, files: Sequence[Path], mode: str) -> None:
-    import wandb
-
-    run = _start(plan.cells[0], f"table-{plan.experiment}", str(plan.experiment), {"experiment": plan.experiment}, mode)
-    try:
-        for path in files:
-            if path.suffix == ".csv":
-                run.log({path.stem: wandb.Table(dataframe=pd.read_csv(path))})
-            elif path.suffix == ".png":
-                run.log({f"{path.stem} figure": wandb.Image(str(path))})
-        artifact = wandb.Artifact(f"{plan.experiment}-files", type="report")
-        for path in files:
-            artifact.add_file(str(path))
-        run.log_artifact(artifact)
-    finally:
-        run.finish(exit_code=0)
-
-
-def _track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> None:
-    import wandb
-
-    run = _start(cell, cell.name, f"{row['model']}/{row['task']}", without_secrets(cell.identity), mode)
-    try:
-        for index, sample in enumerate(samples):
-            times = ("tt2t_s", "prefill_s") if row["diagnostics"] is None else ()
-            point = {key: sample[key] for key in ("score", *times, "new_tokens", "prompt_tokens")}
-            run.log({f"sample/{k}": v for k, v in point.items() if v is not None}, step=index)
-        if samples:
-            lines = [[sample.get(key) for key in SAMPLE_COLUMNS] for sample in samples]
-            lines = [[", ".join(value) if isinstance(value, list) else value for value in line] for line in lines]
-            run.log({"samples": wandb.Table(columns=list(SAMPLE_COLUMNS), data=lines)})
-        run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
-    finally:
-        run.finish(exit_code=0)
-
-
-def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str) -> Any:
+@contextmanager
+def _run(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str) -> Iterator[Any]:
+    """A run of wandb, finished at the end."""
     import wandb
 
     typed, environment = cell.run, os.environ
     folder = (Path(environment.get("WANDB_DIR") or typed.out).expanduser() / "wandb").resolve()
     folder.mkdir(parents=True, exist_ok=True)
-    _keep_files_under(folder)
+    # its cache, configuration and staging folders, of which environment variables are the only switch
+    for part in ("cache", "config", "data", "artifact"):
+        os.environ[f"WANDB_{part.upper()}_DIR"] = str(folder / part)
     settings = wandb.Settings(
         console="off",
         silent=True,
@@ -166,7 +159,7 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
         init_timeout=20,
     )
     own = hashlib.sha256(name.encode()).hexdigest()[:16]
-    return wandb.init(
+    run = wandb.init(
         project=typed.wandb_project or environment.get("WANDB_PROJECT") or "pqcache-lab",
         entity=typed.wandb_entity or environment.get("WANDB_ENTITY"),
         # the agent of a `wandb sweep` has made the run already
@@ -181,9 +174,7 @@ def _start(cell: Cell, name: str, group: str, config: dict[str, Any], mode: str)
         settings=settings,
         reinit="finish_previous",
     )
-
-
-def _keep_files_under(folder: Path) -> None:
-    """Move wandb's cache, configuration and staging folders. Environment variables are its only switch."""
-    for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
-        os.environ[name] = str(folder / name.removeprefix("WANDB_").removesuffix("_DIR").lower())
+    try:
+        yield run
+    finally:
+        run.finish(exit_code=0)

@@ -10,6 +10,7 @@ import hashlib
 import json
 import math
 import os
+import re
 import secrets
 import socket
 import traceback
@@ -204,7 +205,7 @@ class Job:
         path, text = Path(run.out).expanduser().resolve() / FOLDER / "token", secrets.token_hex(16)
         write_text(path, text)
         return cls(
-            words=tuple(w for w in plan.words if not _is_key(w, "launch") and not _is_key(w, "out")),
+            words=tuple(w for w in plan.words if re.split("[=.]", w.lstrip("+"))[0] not in ("launch", "out")),
             cwd=os.getcwd(),
             out=str(typed.expanduser().resolve()),
             token=(str(path), text),
@@ -230,11 +231,6 @@ class Job:
             if mine.get(name) != theirs and not (name == "commit" and None in (mine[name], theirs)):
                 problems.append(f"{name} {mine.get(name)}, but the driver has {theirs}")
         return [f"{socket.gethostname()}: {line}" for line in problems]
-
-
-def _is_key(word: str, key: str) -> bool:
-    name = word.lstrip("+").partition("=")[0]
-    return name == key or name.startswith(f"{key}.")
 
 
 class Engine(Protocol):

@@ -49,7 +49,17 @@ class RayEngine:
             raise Refused(["launch=ray: the package ray is not installed; pip install 'pqcache-lab[ray]'"]) from None
         self.launch, self._ray = launch, ray
         self._actors: list[Any] = []
-        self._connect()
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without GPUs keeps what it sees
+        # Ray starts workers at low priority (nice 15): beside any other program they starve, and their times include its work
+        os.environ.setdefault("RAY_worker_niceness", "0")
+        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
+        options |= {"include_dashboard": False} if launch.address == "local" else {}
+        try:
+            ray.init(launch.address, **options)
+        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
+            reason = " ".join(str(error).split())[:200]
+            raise Refused([f"launch.address={launch.address}: no Ray cluster answers ({reason})"]) from None
         self._gpus = launch.gpus_per_worker
         if self._gpus is None:
             self._gpus = 1.0 if any(node.get("GPU", 0) >= 1 for node in self._nodes().values()) else 0.0
@@ -59,22 +69,6 @@ class RayEngine:
             wanted = f"launch.gpus_per_worker={self._gpus:g} launch.cpus_per_worker={launch.cpus_per_worker}"
             raise Refused([f"{wanted}: no node of the Ray cluster has so many"])
         self.workers = launch.workers or (room if self._gpus else 1)
-
-    def _connect(self) -> None:
-        options: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR", "configure_logging": True}
-        if self.launch.address == "local":
-            options |= {"address": "local", "include_dashboard": False}
-        else:
-            options["address"] = self.launch.address
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # a worker without GPUs keeps what it sees
-        # Ray starts workers at low priority (nice 15): beside any other program they starve, and their times include its work
-        os.environ.setdefault("RAY_worker_niceness", "0")
-        try:
-            self._ray.init(**options)
-        except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise Refused([f"launch.address={self.launch.address}: no Ray cluster answers ({reason})"]) from None
 
     def _nodes(self) -> dict[str, dict[str, float]]:
         """Node -> its resources, of those that are alive."""

@@ -101,10 +101,6 @@ class _Round:
                 return
             time.sleep(POLL)
 
-    def _write_ledger(self) -> None:
-        tasks = [{"id": task, "units": names} for task, names in self._tasks.items()]
-        write_text(self._ledger, json.dumps({"attempts": self._attempts, "tasks": tasks}))
-
     def _collect(self) -> None:
         """Report what is done, and take lost tasks apart: the unit that one was at is tried again, or named as failed."""
         in_queue = self._queue() if self._tasks else set()
@@ -120,7 +116,12 @@ class _Round:
                 continue  # its last result may still be on its way to this host
             del self._tasks[task]
             if left:
-                self._lost(left[0], task)
+                name = left[0]
+                self._attempts[name] = self._attempts.get(name, 0) + 1
+                if self._attempts[name] > self._launch.retries:
+                    log = f"{self._folder / 'logs'}/{task}_0_log.err"
+                    reason = f"SLURM task {task} left the queue without a result ({log})"
+                    self._end(UnitResult(name, "lost", reason=reason))
 
     def _report_result(self, name: str) -> None:
         path = self._results / f"{name}-{self._attempts.get(name, 0)}.json"
@@ -133,13 +134,6 @@ class _Round:
         self._follower.poll()
         self._end(result)
         path.unlink(missing_ok=True)
-
-    def _lost(self, name: str, task: str) -> None:
-        self._attempts[name] = self._attempts.get(name, 0) + 1
-        if self._attempts[name] > self._launch.retries:
-            log = f"{self._folder / 'logs'}/{task}_0_log.err"
-            reason = f"SLURM task {task} left the queue without a result ({log})"
-            self._end(UnitResult(name, "lost", reason=reason))
 
     def _end(self, result: UnitResult) -> None:
         self._report(result)
@@ -169,7 +163,8 @@ class _Round:
             )
             for submitted, part in zip(self._executor(number).map_array(work, *how), lists, strict=True):
                 self._tasks[submitted.job_id] = [unit.name for unit in part]
-        self._write_ledger()
+        tasks = [{"id": task, "units": names} for task, names in self._tasks.items()]
+        write_text(self._ledger, json.dumps({"attempts": self._attempts, "tasks": tasks}))
 
     def _executor(self, number: int) -> Any:
         import submitit
