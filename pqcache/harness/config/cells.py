@@ -27,7 +27,7 @@ from pqcache.harness.config.identity import Identity, Options, budget_name, shor
 from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, one_line, say_once, without_secrets
 from pqcache.harness.config.smoke import reduced
 from pqcache.harness.tasks import Task, task_of
-from pqcache.outside import lines, read_yaml
+from pqcache.outside import lines, read_json, read_yaml
 
 CONFIG = "config.yaml"
 
@@ -284,3 +284,12 @@ def write_status(folder: Path, status: str, **facts: Any) -> None:
         write_text(folder / "status.json", json.dumps({"status": status, "time": stamp, **facts}, indent=2) + "\n")
     except OSError as error:
         say_once(f"{folder}: status.json cannot be written ({one_line(error)})")
+
+
+def read_status(folder: Path) -> tuple[str, str]:
+    """(status, reason) as a cell's folder has them; empty texts where there are none."""
+    try:
+        known = read_json(folder / "status.json")
+        return str(known["status"]), str(known.get("reason") or "")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return "", ""

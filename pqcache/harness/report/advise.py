@@ -22,7 +22,7 @@ from pqcache.harness.config.options import Refused, RunOptions, one_line, show
 from pqcache.harness.config.overrides import options_of, yaml_text
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.frame import budget_text, ignores_budget
-from pqcache.harness.report.rows import Row, content, decode_of, match_full, rows_or_refused, rows_under
+from pqcache.harness.report.rows import Row, decode_of, held, match_full, rows_or_refused, rows_under
 from pqcache.harness.report.table import Table, number, signed, spread
 from pqcache.naming import closest
 
@@ -81,8 +81,14 @@ def advice(asked: str, memory: str, quality: str) -> str:
     limits.append(_number("quality", quality, -100, 0, "points to Full, -100 < quality <= 0"))
     rows, about = _rows(asked)
     blocks, every = [about], list[list[Candidate]]()
-    for group in _groups(rows):
-        found, left_out = _candidates(group, *limits)
+    groups: dict[str, dict[str, Row]] = {}  # by model, task, seed and way of decoding
+    for row in rows:
+        facts = [row["model"], row["model_options"], row["task"], row["task_options"], row["seed"], decode_of(row)]
+        group = groups.setdefault(json.dumps(facts, sort_keys=True), {})
+        # of two rows of one configuration the one with more samples
+        group[row["folder"]] = max(group.get(row["folder"], row), row, key=lambda one: one["n_samples"])
+    for group in groups.values():
+        found, left_out = _candidates(list(group.values()), *limits)
         if found:
             every.append(found)
             blocks.append(_block(found, limits[1]))
@@ -134,17 +140,6 @@ def _of(rows: Iterable[Row], model: str) -> list[Row]:
     return [row for row in rows if model in (row["model"], str(row["model_options"].get("path") or ""))]
 
 
-def _groups(rows: Iterable[Row]) -> list[list[Row]]:
-    """Rows of one model, task, seed and way of decoding; of two rows of one configuration the one with more samples."""
-    groups: dict[str, dict[str, Row]] = {}
-    for row in rows:
-        facts = [row["model"], row["model_options"], row["task"], row["task_options"], row["seed"], decode_of(row)]
-        group = groups.setdefault(json.dumps(facts, sort_keys=True), {})
-        if row["folder"] not in group or row["n_samples"] > group[row["folder"]]["n_samples"]:
-            group[row["folder"]] = row
-    return [list(group.values()) for group in groups.values()]
-
-
 def _candidates(
     group: Sequence[Row], memory: float, quality: float
 ) -> tuple[list[Candidate], list[tuple[Row, str | None]]]:
@@ -152,15 +147,15 @@ def _candidates(
     found, left_out = list[Candidate](), list[tuple[Row, str | None]]()
     for row in group:
         full, reason = (row, None) if row["method"] == "full" else match_full(row, group)
-        held, whole = (_held(one) for one in (row, full or row))
+        own, whole = held(row), held(full or row)
         differences = score_statistics.paired(row["sample_scores"], full["sample_scores"]) if full else {}
         loss = score_statistics.mean(differences)
-        if loss is None or not whole.get("device") or not held:
+        if loss is None or not whole.get("device") or not own:
             left_out.append((row, reason or ("no bytes were measured" if loss is not None else "no common samples")))
             continue
         parts = [np.array(list(one.values())) for one in differences.values() if one]
         variance = sum(part.var(ddof=1) / len(part) for part in parts if len(part) > 1) / len(parts) ** 2
-        interval, share = score_statistics.interval(differences), held.get("device", 0.0) / whole["device"]
+        interval, share = score_statistics.interval(differences), own.get("device", 0.0) / whole["device"]
         if row is full:
             verdict = ""
         elif share > memory:
@@ -169,17 +164,12 @@ def _candidates(
             verdict = OPEN
         else:
             verdict = MEETS if interval[0] >= quality else QUALITY
-        numbers = held.get("device", 0.0), held.get("host", 0.0), share, loss, interval, sum(map(len, parts))
+        numbers = own.get("device", 0.0), own.get("host", 0.0), share, loss, interval, sum(map(len, parts))
         found.append(Candidate(row, *numbers, float(variance) ** 0.5, verdict))
     if all(one.row["method"] == "full" for one in found):
         found = []
     order = ["", MEETS, OPEN, QUALITY, MEMORY]  # Full first
     return sorted(found, key=lambda one: (order.index(one.verdict), -one.loss)), left_out
-
-
-def _held(row: Row) -> dict[str, float]:
-    """Tier -> bytes: without unused buffer capacity, if the row says so."""
-    return content(row) or row["resident_bytes"] or {}
 
 
 # -- texts -------------------------------------------------------------------------------------------------------------
@@ -211,21 +201,14 @@ def _block(found: Sequence[Candidate], quality: float) -> str:
     if rest := [one.verdict for one, rival in zip(found, beaten) if rival and one.verdict in (QUALITY, MEMORY)]:
         counts = ", ".join(f"{rest.count(why)} {why}" for why in dict.fromkeys(rest))
         notes.append(f"Not shown, since another row is better: {counts}.")
-    if held := _on_device(found):
-        notes.append(
-            f"Too large with K and V on the device; method.store=host was not measured here: {', '.join(held)}."
-        )
-    return f"{title}\n\n{Table('', head, body).plain()}\n\n" + "\n".join(notes)
-
-
-def _on_device(found: Sequence[Candidate]) -> list[str]:
-    """Methods that are too large, could hold K and V on the host, and have no row that does."""
-    stores: dict[str, set[str]] = {}
+    # methods that are too large, could hold K and V on the host, and have no row that does
+    stores: dict[str, set[str | None]] = {}
     for one in found:
-        if (store := one.row["hyper_parameters"].get("store")) is not None:
-            stores.setdefault(one.row["method"], set()).add(store)
+        stores.setdefault(one.row["method"], set()).add(one.row["hyper_parameters"].get("store"))
     large = {one.row["method"] for one in found if one.verdict == MEMORY}
-    return [method for method, known in stores.items() if known == {"resident"} and method in large]
+    if names := ", ".join(method for method, known in stores.items() if known == {"resident"} and method in large):
+        notes.append(f"Too large with K and V on the device; method.store=host was not measured here: {names}.")
+    return f"{title}\n\n{Table('', head, body).plain()}\n\n" + "\n".join(notes)
 
 
 def _command(every: Sequence[Sequence[Candidate]], asked: str, memory: float, quality: float) -> list[str]:

@@ -145,17 +145,26 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
         made[key] = [as_text(value) for value in made[key]] if key in made else ""
     records: list[Record] = made.to_dict("records")
     if "budget" in columns or ("budget" in lines and "method" not in lines):
-        records = _at_every_budget(records)
+        budgets: dict[
+            tuple[str, str], dict[str, None]
+        ] = {}  # a method without one is shown at each of its model and task
+        for r in records:
+            own_budgets = budgets.setdefault((r["model"], r["task"]), {})
+            own_budgets |= {} if r["ignores_budget"] else {r["budget"]: None}
+        records = [
+            {**r, "budget": budget}
+            for r in records
+            for budget in (budgets[r["model"], r["task"]] or [""] if r["ignores_budget"] else [r["budget"]])
+        ]
     own = [key for key in OWN_TABLE if key not in asked and len({r[key] for r in records}) > 1]
     extra, hidden = _told_apart(records, [*asked, *own], keys)
     own += [key for key in extra if key in OWN_TABLE]
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
-    rank = (*NOT_RANKED, "")  # Full first, then Oracle
     tables: dict[str, list[Record]] = {}
+    records.sort(key=lambda r: [natural(r[key]) for key in down])
     for record in sorted(
-        records,
-        key=lambda r: (rank.index(r["method"] if r["method"] in rank else ""), *(natural(r[key]) for key in down)),
-    ):
+        records, key=lambda r: [r["method"] != name for name in NOT_RANKED]
+    ):  # Full first, then Oracle
         tables.setdefault(", ".join(record[key] for key in own if record[key]), []).append(record)
     firsts = [group[0] for group in groups]
     shown = (*own, *down, *columns, *UNTOLD, "budget", "dataset")
@@ -206,16 +215,6 @@ def labels(records: Sequence[Record], keys: Iterable[str]) -> list[str]:
     ]
 
 
-def _at_every_budget(records: Sequence[Record]) -> list[Record]:
-    """A method without a budget is shown at every budget of its model and task."""
-    budgets: dict[tuple[str, str], dict[str, None]] = {}
-    for r in records:
-        if not r["ignores_budget"]:
-            budgets.setdefault((r["model"], r["task"]), {})[r["budget"]] = None
-    at = [list(budgets.get((r["model"], r["task"]), [""])) if r["ignores_budget"] else [r["budget"]] for r in records]
-    return [{**r, "budget": budget} for r, every in zip(records, at, strict=True) for budget in every]
-
-
 def _told_apart(records: Sequence[Record], shown: list[str], keys: Sequence[str]) -> tuple[list[str], int]:
     """(Further keys, so that no two configurations share a place; how many still do)."""
     extra: list[str] = []
@@ -243,11 +242,8 @@ def tables(layout: Layout) -> list[Table]:
 
 def _placed(records: Sequence[Record], layout: Layout) -> tuple[Lines[Record], list[Key]]:
     """(line -> column -> record, the columns in order, the average last)."""
-
-    def texts(keys: Key) -> Callable[[Record], Key]:
-        return lambda record: tuple(record[key] for key in keys)
-
-    lines, across = pivot(records, texts(layout.rows), texts(layout.columns))
+    texts = [lambda record, keys=keys: tuple(map(record.get, keys)) for keys in (layout.rows, layout.columns)]
+    lines, across = pivot(records, *texts)
     return lines, sorted(across, key=lambda c: (AVERAGE in c, *map(natural, c)))
 
 

@@ -2,6 +2,7 @@
 
 import html
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -45,7 +46,12 @@ def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[Chart]:
     table = frame(rows, datasets=True, pool=True)
     blocks = table.groupby(["model", "task"], sort=False) if len(table) else ()
     panels = [p for _, block in blocks for p in _panels(block.to_dict("records"), table.attrs["keys"])]
-    panels += _needle_maps(needle)
+    for path in sorted(needle)[:NEEDLE_MAPS]:
+        with suppress(OSError, ValueError, KeyError, TypeError):  # no heat map
+            stored = read_json(path)
+            grid, title = 100 * needle_grid(stored["samples"]), str(stored["title"])
+            names: dict[str, Any] = {"x": "context length (tokens)", "y": "depth of the needle (%)", "colour": "score"}
+            panels.append(Panel(f"{title}: needle", grid, kind="map", scale=(0.0, 100.0), **names))
     font = {"size": 30, "color": "rgba(176,0,32,0.3)"}
     mark = {"text": "SMOKE RUN", "xref": "paper", "yref": "paper", "x": 0.5, "y": 0.5, "showarrow": False, "font": font}
     more = {"annotations": [mark]} if any(row["smoke"] for row in rows) else {}
@@ -116,17 +122,6 @@ def _over(title: str, points: pd.DataFrame, label: str, ticks: Sequence[float] =
     return Panel(title, points, label, "score", log=log, ticks=few)
 
 
-def _needle_maps(files: Iterable[Path]) -> Iterator[Panel]:
-    for path in sorted(files)[:NEEDLE_MAPS]:
-        try:
-            stored = read_json(path)
-            grid, title = 100 * needle_grid(stored["samples"]), str(stored["title"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        axes: dict[str, Any] = {"x": "context length (tokens)", "y": "depth of the needle (%)", "colour": "score"}
-        yield Panel(f"{title}: needle", grid, kind="map", scale=(0.0, 100.0), **axes)
-
-
 # -- painters ----------------------------------------------------------------------------------------------------------
 
 Painted = tuple[list[dict[str, Any]], dict[str, Any]]  # plotly's data, and what it adds to the layout
@@ -175,17 +170,8 @@ def _map(panel: Panel) -> Painted:
     """Colours of a wide frame, with its numbers."""
     grid = panel.points
     x, y = ([_safe(str(text)) for text in labels] for labels in (grid.columns, grid.index))
-    bar = {"title": {"text": panel.colour}}
-    data: dict[str, Any] = {
-        "type": "heatmap",
-        "colorscale": plots.SCALE.title(),
-        "colorbar": bar,
-        "xgap": 1,
-        "ygap": 1,
-        "x": x,
-        "y": y,
-    }
-    data |= {"z": grid.to_numpy().tolist(), "texttemplate": "%{z:.1f}"}
+    data: dict[str, Any] = {"type": "heatmap", "colorscale": plots.SCALE.title(), "xgap": 1, "ygap": 1, "x": x, "y": y}
+    data |= {"colorbar": {"title": {"text": panel.colour}}, "z": grid.to_numpy().tolist(), "texttemplate": "%{z:.1f}"}
     if grid.min().min() >= panel.scale[0] and grid.max().max() <= panel.scale[1]:
         data |= {"zmin": panel.scale[0], "zmax": panel.scale[1]}
     axes = {name: {**axis, "type": "category"} for name, axis in _axes(panel).items()}

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import torch
 
 from pqcache.diagnostics.summary import arrays_of
 from pqcache.harness.report import plots
@@ -122,37 +121,27 @@ def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
 # -- by decode step ----------------------------------------------------------------------------------------------------
 
 
-def by_step(samples: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Means of each decode step, (steps,), over samples (layers, heads, steps) that may end at different steps; NaN for none."""
-    steps = max(x.shape[-1] for x in samples)
-    widened = [torch.nn.functional.pad(x.flatten(0, 1), (0, steps - x.shape[-1]), value=torch.nan) for x in samples]
-    return torch.cat(widened).nanmean(0)
+def smoothed(values: pd.Series, window: int) -> pd.Series:
+    """Centred moving average: at each step the mean of the `window` (odd) steps around it that have a value.
 
-
-def smoothed(values: torch.Tensor, window: int) -> torch.Tensor:
-    """Centred moving average, (steps,) -> (steps,): at each step the mean of the `window` steps around it that have a value.
-
-    window: odd. At both ends the steps that exist are averaged. NaN where the step itself has no value.
+    At both ends the steps that exist are averaged. NaN where the step itself has no value.
     """
-    known = values.isfinite()
-    kernel = torch.ones(1, 1, window, dtype=torch.float64)
-
-    def sums(x: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.conv1d(x.double()[None, None], kernel, padding=window // 2)[0, 0]
-
-    mean = sums(values.masked_fill(~known, 0)) / sums(known)
-    return mean.masked_fill(~known, torch.nan).float()
+    return values.rolling(window, min_periods=1, center=True).mean().where(values.notna())
 
 
 def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window: int) -> Path | None:
-    """layers: None for all that the method does not leave dense."""
+    """Of each decode step the mean over samples, which may end at different steps, and layers.
+
+    layers: None for all that the method does not leave dense.
+    """
     parts = []
     for folder, row, name in _ordered(folders):
         if not (samples := [arrays for _, arrays in arrays_of(folder)]):
             continue
         chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
         for key, title in BY_STEP.items():
-            values = smoothed(by_step([arrays[key][chosen] for arrays in samples]), window).tolist()
+            every = pd.concat([pd.DataFrame(arrays[key][chosen].flatten(0, 1).numpy()) for arrays in samples])
+            values = smoothed(every.astype(float).mean(), window).tolist()
             place = f"{title}, budget {budget_text(row)}"
             parts.append(plots.series(name, range(1, len(values) + 1), values, panel=place))
     where = "all layers that are not dense" if layers is None else f"layers {', '.join(map(str, layers))}"

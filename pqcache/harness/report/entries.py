@@ -21,11 +21,10 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
 
-from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.cells import Cell, RunPlan, read_status
 from pqcache.harness.report import published
 from pqcache.harness.report.rows import ROWS, Row, compared, find_full, read_row, read_rows
 from pqcache.harness.report.tables import apart, cell_label, varying_keys
-from pqcache.outside import read_json
 
 AVERAGE = published.AVERAGE
 OF_TWO = ("percent", "gain", "minus", "seconds", "share", "timed")  # columns that are computed from others
@@ -73,12 +72,8 @@ def status(cell: Cell) -> tuple[str, str]:
         return "ok", ""
     if cell.skip is not None:
         return "not applicable", cell.skip
-    try:
-        recorded = read_json(cell.folder / "status.json")
-        state = str(recorded.get("status"))
-    except (OSError, ValueError, AttributeError):
-        return "missing", ""
-    return (state, str(recorded.get("reason") or "")) if state in ("not applicable", "failed") else ("missing", "")
+    recorded = read_status(cell.folder)
+    return recorded if recorded[0] in ("not applicable", "failed") else ("missing", "")
 
 
 def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
@@ -92,12 +87,9 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
     places = [(c.names, c.identity["budget"], cell_label(c, "model"), cell_label(c, "task")) for c in plan.cells]
     table: list[Entry] = []
     for cell, place in zip(plan.cells, places, strict=True):
-        row = rows.get(cell.name)
-        full = find_full(row, rows.values()) if row is not None else None
-        if row is None or full is None or full["folder"] == row["folder"]:
-            full = None
-        else:
-            row = compared(row, [full])
+        row, full = rows.get(cell.name), None
+        if row is not None and (found := find_full(row, rows.values())) is not None and found["folder"] != cell.name:
+            row, full = compared(row, [found]), found
         alike = [c for c, other in zip(plan.cells, places, strict=True) if other == place]  # one that is swept over
         shown = apart(alike, keys) if cell.names and "seed" not in keys else keys
         entry = Entry(
@@ -111,8 +103,15 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
             status=status(cell)[0] if row is None else "ok",
             folder=cell.name,
         )
-        for metric, where in columns.items():
-            for dataset in _datasets(cell, row, where):
+        task = cell.identity["task"]
+        known = list(row["tasks"]) if row is not None and len(row["tasks"]) > 1 else task.get("datasets") or []
+        names = [str(name).removeprefix(f"{task['name']}_") for name in known]
+        for (
+            metric,
+            where,
+        ) in columns.items():  # scores of each data set and their average; the others of the cell as a whole
+            of_each = where == "score" and len(names) > 1
+            for dataset in [*names, AVERAGE] if of_each else [str(task["name"])]:
                 if where.partition(":")[0] in OF_TWO:
                     numbers: dict[str, Any] = {"measured": derive(where, cell, rows, plan.cells)}
                 else:
@@ -131,16 +130,6 @@ def printed_rows(plan: RunPlan) -> list[Entry]:
         for n in published.numbers(name)
         if not n.model and not n.method
     ]
-
-
-def _datasets(cell: Cell, row: Row | None, where: str) -> list[str]:
-    """The data sets of a cell, then their average. For a single data set: the task's name."""
-    task = cell.identity["task"]
-    names: list[str] = []
-    if where == "score":  # other figures are of the cell as a whole
-        known = list(row["tasks"]) if row is not None and len(row["tasks"]) > 1 else task.get("datasets") or []
-        names = [str(name).removeprefix(f"{task['name']}_") for name in known]
-    return [*names, AVERAGE] if len(names) > 1 else [str(task["name"])]
 
 
 def _measured(row: Row, full: Row | None, dataset: str, where: str) -> dict[str, Any]:
@@ -162,11 +151,10 @@ def _measured(row: Row, full: Row | None, dataset: str, where: str) -> dict[str,
 def _printed(plan: RunPlan, cell: Cell, dataset: str, metric: str) -> dict[str, float | None]:
     """The paper's number for a cell, and its difference to the paper's Full; None for Full itself."""
     experiment, task = plan.experiment or "", cell.identity["task"]
-    of_table = {n.dataset for n in published.numbers(experiment)}
     if task["name"] == "latency":  # printed for one length of prompt and answer
         dataset = f"{task['length']}+{task['new_tokens']}"
-    elif len(of_table) == 1:  # a table of one data set, whatever our task is called
-        dataset = next(iter(of_table))
+    elif len(of_table := {n.dataset for n in published.numbers(experiment)}) == 1:
+        (dataset,) = of_table  # a table of one data set, whatever our task is called
     budget = None if cell.ignores_budget else cell.identity["budget"]
     own = cell.identity["method"]["name"] == "full"
     return published.pair(experiment, cell_label(cell, "model"), cell.labels, budget, dataset, metric, is_full=own)
@@ -214,7 +202,11 @@ def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell
     """Any column of a cell; None if one of its parts was not measured. rows: cell name -> row."""
     kind, _, rest = where.partition(":")
     if kind == "timed":
-        return next((measured(rows[one.name], rest) for one in cells if one.name in rows and _times(one, cell)), None)
+        of = [
+            one for one in cells if one is not cell and one.name in rows and one.identity["task"]["name"] == "latency"
+        ]
+        of = [one for one in of if all(one.identity[key] == cell.identity[key] for key in SAME)]
+        return measured(rows[of[0].name], rest) if of else None
     if (row := rows.get(cell.name)) is None:
         return None
     if kind == "seconds":
@@ -238,12 +230,6 @@ def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell
     if own is None or base is None:
         return None
     return own - base if kind == "minus" else base / own if own else None
-
-
-def _times(one: Cell, cell: Cell) -> bool:
-    """Whether a cell measures another one's times."""
-    latency = one.identity["task"]["name"] == "latency"
-    return latency and one is not cell and all(one.identity[key] == cell.identity[key] for key in SAME)
 
 
 def seconds(row: Row, phase: str) -> float | None:

@@ -84,7 +84,10 @@ class FigureRequest:
         protocols = several(row.get("protocol") for row in rows if row.get("method") != "full")
         parts = [
             f"{each} sample{'' if each == '1' else 's'} a cell",
-            *dict.fromkeys(_random_model(row) for row in rows if row["model"] == "random"),
+            *dict.fromkeys(
+                f"random weights of {of.get('geometry')} with {of.get('layers') or 'all'} layers"
+                for of in (row["model_options"] for row in rows if row["model"] == "random")
+            ),
             f"{fmean(row['prompt_tokens'] for row in rows):.0f} prompt tokens on average",
             batch_text(rows),
             several(row.get("kv_dtype") for row in rows),
@@ -110,13 +113,6 @@ class FigureRequest:
             return (0.0 if low >= 0 and where.startswith(("row:", "seconds:", "ms:")) else None), None
         top = max(1.08 * high, MIN_TOP * whole)
         return 0.0, min(top, 1.02 * whole) if high <= whole else top
-
-
-def _random_model(row: Row) -> str:
-    """The sizes of a model of random weights."""
-    options = row["model_options"]
-    layers = f"{options['layers']} layers" if options.get("layers") else "all layers"
-    return f"random weights of {options.get('geometry')} with {layers}"
 
 
 def key_of(cell: Cell, key: str) -> Any:

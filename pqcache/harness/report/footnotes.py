@@ -23,12 +23,24 @@ def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> dict[str, Sequence[str]
     """Title -> sentences: all that a reader must know of a table. rows: cell name -> row, of the cells that were measured."""
     cells = plan.cells
     named = [(f"{_line(c)} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
+    protocols, formats = list[tuple[str, str]](), list[tuple[str, str]]()
+    for cell in cells:
+        own = cell.identity
+        rule = f", budget_rule={own['budget_rule']}" if own["budget_rule"] != "prompt" else ""
+        rule += ", budget_of=context" if own["budget_of"] != "prompt" else ""
+        rule += f", {n} dense layers" if (n := own["dense_layers"]) else ""
+        protocols += [(f"{own['protocol']}{rule}", _line(cell))] if own["method"]["name"] != "full" else []
+        asked = own["model"]["dtype"]
+        planned = "the checkpoint's (dtype=auto)" if asked == "auto" else asked
+        formats.append((str(rows[cell.name]["kv_dtype"]) if cell.name in rows else f"{planned}, planned", _line(cell)))
+    said = {key: plan.report.get(key) or [] for key in ("guesses", "notes")}
+    guesses, differs = ([of] if isinstance(of, str) else list(map(str, of)) for of in said.values())
     notes: dict[str, Sequence[str]] = {
-        "Protocol": _grouped((_protocol(c), _line(c)) for c in cells if c.identity["method"]["name"] != "full"),
+        "Protocol": _grouped(protocols),
         "Prompts": list(dict.fromkeys(_prompt(cell, rows.get(cell.name)) for cell in cells)),
-        "Number format": _grouped((_dtype(cell, rows.get(cell.name)), _line(cell)) for cell in cells),
-        "Chosen here, because the paper does not say": _sentences(plan, "guesses"),
-        "Differs from what was printed": _sentences(plan, "notes"),
+        "Number format": _grouped(formats),
+        "Chosen here, because the paper does not say": guesses,
+        "Differs from what was printed": differs,
         **{f"Deviations of {name}": lines for name, lines in deviations_of(cells).items()},
         "Tokens beside the budget": budget_notes(named),
         "Not compared with Full": [f"{name}: {row['paired_reason']}" for name, row in named if row["paired_reason"]],
@@ -89,14 +101,6 @@ def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     return [f"{value}: {'all lines' if len(lines) == 1 else ', '.join(names)}" for value, names in lines.items()]
 
 
-def _protocol(cell: Cell) -> str:
-    """The protocol of the method's side, and the number of dense layers where there are some."""
-    options = cell.identity
-    rule = f", budget_rule={options['budget_rule']}" if options["budget_rule"] != "prompt" else ""
-    rule += ", budget_of=context" if options["budget_of"] != "prompt" else ""
-    return f"{options['protocol']}{rule}" + (f", {n} dense layers" if (n := options["dense_layers"]) else "")
-
-
 def _prompt(cell: Cell, row: Row | None) -> str:
     """What was done to the prompts: as recorded in the row, else as the configuration asks for."""
     model, task = cell.identity["model"], cell.identity["task"]
@@ -115,19 +119,6 @@ def _prompt(cell: Cell, row: Row | None) -> str:
     parts += ["the question is fed token by token through the decode path"] if question else []
     where = f"{model['name']}, {task['name']}: {'; '.join(parts) or 'as the task makes them'}"
     return where if row is not None else f"{where} (planned)"
-
-
-def _dtype(cell: Cell, row: Row | None) -> str:
-    """The data type of weights, keys and values: as measured, else as asked for."""
-    asked = cell.identity["model"]["dtype"]
-    planned = "the checkpoint's (dtype=auto)" if asked == "auto" else asked
-    return f"{planned}, planned" if row is None else str(row["kv_dtype"])
-
-
-def _sentences(plan: RunPlan, key: str) -> list[str]:
-    """`report.guesses` or `report.notes` of the experiment file."""
-    value = plan.report.get(key) or []
-    return [value] if isinstance(value, str) else list(map(str, value))
 
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:

@@ -30,13 +30,13 @@ from typing import Any
 
 import pandas as pd
 
+from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, rows_under
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
 AVERAGE = "average"
-GROUPS = {"model": "model_options", "method": "hyper_parameters", "task": "task_options"}  # group -> field of the row
 FIELDS = ("model", "method", "task", "budget", "seed", "protocol", "dense_layers", "attn", "kv_dtype", "device")
 SUMMED = ("resident_bytes", "peak_bytes", "bytes_per_step")  # objects whose sum is a number, too
 OBJECTS = (*SUMMED, "extra", "diagnostics", "versions")
@@ -158,7 +158,8 @@ def _flat(row: Row) -> Iterator[tuple[str, float]]:
 
 def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dict[str, Any]:
     """Score and difference to Full of a sub-task or of all: as the row has them, or over the samples of several seeds."""
-    made: dict[str, Any] = {"samples": sum(_count(row, task) for row in group)}
+    counts = (row["n_samples"] if task is None else len(row["sample_scores"][task]) for row in group)
+    made: dict[str, Any] = {"samples": sum(counts)}
     if any(row["score"] is None for row in group):
         return made
     if len(group) == 1:
@@ -191,10 +192,6 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
 def _with_ends(name: str, value: float | None, interval: Sequence[float] | None) -> dict[str, float | None]:
     ends = dict(zip(ENDS, interval or (None, None), strict=True))
     return {name: value, **{f"{name}.{end}": at for end, at in ends.items()}}
-
-
-def _count(row: Row, task: str | None) -> int:
-    return row["n_samples"] if task is None else len(row["sample_scores"][task])
 
 
 def _of(scores: Scores, task: str | None) -> Scores:

@@ -14,7 +14,7 @@ import yaml
 from jinja2 import Environment
 
 from pqcache.atomic import write_text
-from pqcache.harness.config.cells import CONFIG, make_plan, read_config
+from pqcache.harness.config.cells import CONFIG, make_plan, read_config, read_status
 from pqcache.harness.config.compose import compose_all, yaml_text
 from pqcache.harness.config.options import DECODE, LM_EVAL, Refused, masked
 from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
@@ -23,9 +23,9 @@ from pqcache.harness.report.charts import charts
 from pqcache.harness.report.footnotes import deviations
 from pqcache.harness.report.frame import budget_text, frame, pooled_groups
 from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, skipped_text
-from pqcache.harness.report.sample_lines import Sample, read_all
+from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.report.table import number, printable, several, signed, spread
-from pqcache.outside import finite, read_json
+from pqcache.outside import finite
 from pqcache.places import CONFIGS
 from pqcache.registry import METHODS, method_class
 
@@ -45,20 +45,19 @@ FACTS: dict[str, Callable[[Row], Any]] = {
 
 def write(root: Path, out: Path, name: str) -> Path:
     """Write the page of a folder's rows into `out`. name: of the folder, for the title. Raises Refused without plotly."""
-    path = out / NAME
-    write_text(path, page(root, name))
-    return path
-
-
-def page(root: Path, name: str) -> str:
-    """The page as a text."""
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment, path = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), out / NAME
     views = cell_views(root)
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
     rows = [row for group in groups for row in group]
     drawn = charts(rows, [view.folder / "heatmap.json" for view in views if view.row is not None])
-    data = {"charts": [vars(chart) for chart in drawn], "cells": [_browsed(view) for view in views if view.samples]}
-    return environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
+    data: dict[str, list[Any]] = {"charts": [vars(chart) for chart in drawn], "cells": []}
+    for view in (view for view in views if view.samples):
+        title, row = view.name, view.row
+        if row is not None:
+            title = f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}".strip()
+        data["cells"].append({"id": view.name, "title": title, "samples": view.samples, "of": view.n_samples})
+    deviating = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
+    text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=printable(name),
         library=_library(),
         data=as_script(data),
@@ -69,25 +68,27 @@ def page(root: Path, name: str) -> str:
         charts=drawn,
         facts={title: several(map(of, rows)) for title, of in FACTS.items()},
         notes=_notes(rows, left_out),
-        deviations=_deviations(rows),
+        deviations=[(name, lines) for name in deviating if (lines := deviations(method_class(name)))],
         smoke=any(row["smoke"] for row in rows),
     )
+    write_text(path, text)
+    return path
 
 
 def as_script(value: Any) -> str:
     """JSON that can stand inside a script element: no text in it ends the element or begins a comment."""
-    text = json.dumps(_without_accents(finite(value)), ensure_ascii=False, allow_nan=False)
+    text = json.dumps(_harmless(finite(value)), ensure_ascii=False, allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text
 
 
-def _without_accents(value: Any) -> Any:
+def _harmless(value: Any) -> Any:
     """A value for JSON: its texts lose characters that hide others, and secrets."""
     if isinstance(value, Mapping):
-        return {str(key): _without_accents(item) for key, item in value.items()}
+        return {str(key): _harmless(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_without_accents(item) for item in value]
+        return [_harmless(item) for item in value]
     return printable(masked(value)) if isinstance(value, str) else value
 
 
@@ -131,13 +132,6 @@ def _changed(view: CellView) -> str:
     return " ".join(part for part in view.name.split("__")[5:-1] if "=" in part)
 
 
-def _browsed(view: CellView) -> dict[str, Any]:
-    row, title = view.row, view.name
-    if row is not None:
-        title = f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}".strip()
-    return {"id": view.name, "title": title, "samples": view.samples, "of": view.n_samples}
-
-
 # -- what must be known ------------------------------------------------------------------------------------------------
 
 
@@ -163,12 +157,6 @@ def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
             f"{left_out} rows are not in the charts: another one of the same configuration and seed has as many samples."
         )
     return notes
-
-
-def _deviations(rows: Sequence[Row]) -> list[tuple[str, list[str]]]:
-    """Where the shown methods differ from what was published."""
-    names = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
-    return [(name, lines) for name in names if (lines := deviations(method_class(name)))]
 
 
 # -- the cells of a folder: how each ended, what it ran, its samples, and the command that repeats it ------------------
@@ -213,28 +201,18 @@ def cell_views(root: Path) -> list[CellView]:
     rows = rows_by_folder(root)
     folders = dict.fromkeys([*rows, *(path.parent for name in FILES for path in root.rglob(name))])
     kept = sorted(folder for folder in folders if SMOKE_FOLDER not in folder.relative_to(root).parts)
-    most = max(5, min(SAMPLES, SAMPLES_IN_ALL // max(1, len(kept))))
-    return [_view(folder, rows.get(folder), most) for folder in kept]
-
-
-def _view(folder: Path, row: Row | None, most: int) -> CellView:
-    status, reason = _status(folder, row)
-    stored = read_config(folder)
-    config = stored if isinstance(stored, dict) else _of_row(row) if row is not None else {}
-    samples = _samples(folder, row)
-    shown = sorted(samples, key=lambda s: (s["score"] is not None, s["score"] or 0.0))[:most]
-    return CellView(folder, row, status, reason, config, repeat(config, folder, row), shown, len(samples))
-
-
-def _status(folder: Path, row: Row | None) -> tuple[str, str]:
-    try:
-        recorded = read_json(folder / "status.json")
-        state, reason = str(recorded["status"]), str(recorded.get("reason") or "")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        state, reason = ("ok" if row is not None else "no row"), ""
-    if state == "ok" and row is None:
-        return "no row", "status.json says ok, but there is no row.json"
-    return state, reason
+    most, views = max(5, min(SAMPLES, SAMPLES_IN_ALL // max(1, len(kept)))), []
+    for folder in kept:
+        row, (status, reason) = rows.get(folder), read_status(folder)
+        if row is None and status == "ok":
+            status, reason = "no row", "status.json says ok, but there is no row.json"
+        status, stored = status or ("ok" if row is not None else "no row"), read_config(folder)
+        config = stored if isinstance(stored, dict) else _of_row(row) if row is not None else {}
+        samples = _samples(folder, row)
+        shown = sorted(samples, key=lambda s: (s["score"] is not None, s["score"] or 0.0))[:most]
+        command = repeat(config, folder, row)
+        views.append(CellView(folder, row, status, reason, config, command, shown, len(samples)))
+    return views
 
 
 # -- samples -----------------------------------------------------------------------------------------------------------
@@ -242,36 +220,26 @@ def _status(folder: Path, row: Row | None) -> tuple[str, str]:
 
 def _samples(folder: Path, row: Row | None) -> list[dict[str, Any]]:
     """What is shown of each sample on disk; of several of one answer the last counts."""
-    scores = _scores(row)
-    found: dict[tuple[str, int, int], dict[str, Any]] = {}
-    for sample in read_all(folder)[0].values():
-        key = sample["task"], sample["doc_id"], sample.get("draw", 0)
-        found[key] = _shown(sample, scores.get(key, sample["score"]))
-    return [found[key] for key in sorted(found)]
-
-
-def _scores(row: Row | None) -> dict[tuple[str, int, int], float]:
-    """(sub-task, document, answer) -> score, from the row: some scores are known only when all answers are."""
     answers = (row.get("answer_scores") if row is not None else None) or {}
-    return {
+    scores = {  # from the row: some scores are known only when all answers are
         (task, int(number), draw): one
         for task, of in (row["sample_scores"] if row is not None else {}).items()
         for key, score in of.items()
         if (number := key.partition(":")[0]).isdigit()
         for draw, one in enumerate(answers.get(task, {}).get(key, [score]))
     }
-
-
-def _shown(sample: Sample, score: float | None) -> dict[str, Any]:
-    target = sample.get("target", [])
-    return {
-        "task": sample["task"],
-        "doc": sample["doc_id"],
-        "score": score,
-        "prompt": sample.get("prompt_end", ""),
-        "target": _cut(target if isinstance(target, str) else " | ".join(target), TARGET),
-        "answer": _cut(sample.get("failed") or sample["response"], ANSWER),
-    }
+    found: dict[tuple[str, int, int], dict[str, Any]] = {}
+    for sample in read_all(folder)[0].values():
+        place, target = (sample["task"], sample["doc_id"], sample.get("draw", 0)), sample.get("target", [])
+        found[place] = {
+            "task": sample["task"],
+            "doc": sample["doc_id"],
+            "score": scores.get(place, sample["score"]),
+            "prompt": sample.get("prompt_end", ""),
+            "target": _cut(target if isinstance(target, str) else " | ".join(target), TARGET),
+            "answer": _cut(sample.get("failed") or sample["response"], ANSWER),
+        }
+    return [found[place] for place in sorted(found)]
 
 
 def _cut(text: str, most: int) -> str:

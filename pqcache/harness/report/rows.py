@@ -192,6 +192,11 @@ def content(row: Row) -> dict[str, float]:
     return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
 
 
+def held(row: Row) -> dict[str, float]:
+    """Tier -> bytes of the cache: its content, or of older rows with unused buffer capacity."""
+    return content(row) or row["resident_bytes"] or {}
+
+
 def decode_of(row: Row) -> dict[str, Any]:
     """How a row's tokens were chosen. Rows that do not say it are greedy."""
     return {**asdict(DecodeOptions()), **(row.get("decode") or {})}
@@ -258,8 +263,14 @@ def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
     best = min(full, key=lambda r: (len(unlike[r["folder"]]), -r["n_samples"], r["folder"]))
     if not unlike[best["folder"]]:
         return best, None
+
+    def short(value: Any) -> str:
+        if isinstance(value, dict):
+            return " ".join(f"{key} {version}" for key, version in value.items())
+        return str(value) if value != "" else "none"
+
     theirs = _run_of(best)
-    words = [f"{key} ({_short(theirs[key])}, here {_short(own[key])})" for key in unlike[best["folder"]]]
+    words = [f"{key} ({short(theirs[key])}, here {short(own[key])})" for key in unlike[best["folder"]]]
     return None, f"the Full cell was run with another {', '.join(words)}"
 
 
@@ -284,12 +295,6 @@ def _differ(one: Any, other: Any) -> bool:
     if isinstance(one, dict) and isinstance(other, dict):
         return any(other[key] != value for key, value in one.items() if key in other)
     return one is not None and other is not None and one != other
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, dict):
-        return " ".join(f"{key} {version}" for key, version in value.items())
-    return str(value) if value != "" else "none"
 
 
 def changed_keys(row: Row) -> dict[str, str]:
@@ -317,12 +322,11 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
         return value
     timed = value.get("n_samples", 0) if value.get("tt2t_s") is not None else 0
     timed = value.get("timed_samples", timed)
+    unknown = "diagnostics source library budget_rule answer_scores pass_at pass_at_interval paired_p paired_with"
     missing = {
         "schema": SCHEMA, "data": {}, "unverified_samples": 0, "n_failed": 0, "n_skipped": 0, "smoke": False,
         "timed_samples": timed, "timed_alone": bool(timed), "decode": asdict(DecodeOptions()),
-        **dict.fromkeys(("diagnostics", "source", "library", "budget_rule", "answer_scores", "pass_at")),
-        **dict.fromkeys(("pass_at_interval", "paired_p", "paired_with", "paired_reason")),
-        **dict.fromkeys(("model_file", "sample_metrics")),
+        **dict.fromkeys([*unknown.split(), "paired_reason", "model_file", "sample_metrics"]),
     }  # fmt: skip
     row = {**missing, **value, "schema": SCHEMA}
     if isinstance(row.get("model_options"), dict):  # an option that was added since has the behaviour of before

@@ -63,12 +63,6 @@ class Sample(SampleMarks):
     versions: dict[str, str | None]
 
 
-def sample_files(folder: Path) -> list[Path]:
-    """A cell's files of samples: those of workers, then samples.jsonl."""
-    own = folder / "samples.jsonl"
-    return [*sorted(folder.glob("samples-*.jsonl")), *([own] if own.exists() else [])]
-
-
 def read_all(folder: Path, cell: str = "") -> tuple[dict[Key, Sample], set[Key]]:
     """(key -> sample, the keys whose lines contradict each other). Lines of another cell are left out, and files that
     cannot be read.
@@ -78,7 +72,8 @@ def read_all(folder: Path, cell: str = "") -> tuple[dict[Key, Sample], set[Key]]
     """
     samples: dict[Key, Sample] = {}
     contradicted: set[Key] = set()
-    for path in sample_files(folder):
+    own = folder / "samples.jsonl"
+    for path in [*sorted(folder.glob("samples-*.jsonl")), *([own] if own.exists() else [])]:  # those of workers first
         bad: list[int] = []
         foreign = 0
         for number, _, sample in read_lines(path):
@@ -136,22 +131,18 @@ def _read(line: bytes) -> Sample | None:
     if (kinds.keys() - SampleMarks.__annotations__.keys()) - value.keys() or misfit(value, kinds) is not None:
         return None
     sample = cast(Sample, value)
-    return sample if _agrees(sample) else None
-
-
-def _agrees(sample: Sample) -> bool:
-    """Whether times, tokens and bytes of a sample can be those of one generation."""
     tokens = sample["prompt_tokens"] + sample["new_tokens"]
     first, second = sample["prefill_s"], sample["tt2t_s"]
     extra = sample["extra"].items()
     counted = {name: value for name, value in extra if name.endswith(COUNTED) and isinstance(value, int | float)}
-    return (
+    agrees = (  # times, tokens and bytes can be those of one generation
         (first is None or second is None or first <= second)
         and len(sample["step_s"]) <= tokens
         and (sample["attended_tokens"] or 0) <= tokens
         and all(size <= sample["peak_bytes"].get(tier, 0) for tier, size in sample["resident_bytes"].items())
         and misfit(counted, dict.fromkeys(counted, Amount)) is None
     )
+    return sample if agrees else None
 
 
 @cache

@@ -74,11 +74,6 @@ def pass_at(answers: Answers, k: int) -> Scores:
     return {task: {key: chance(scores) for key, scores in samples.items()} for task, samples in answers.items()}
 
 
-def is_pass_or_fail(answers: Answers) -> bool:
-    """Whether every answer is right or wrong, its score 100 or 0."""
-    return all(score in (0, 100) for samples in answers.values() for scores in samples.values() for score in scores)
-
-
 def significance(differences: Scores) -> float | None:
     """Two-sided sign-flip p-value of paired differences: how often random signs move their mean as far from zero.
 

@@ -23,7 +23,6 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
-import pandas as pd
 import torch
 
 from pqcache.diagnostics.summary import PROMPT_SUFFIX, arrays_of
@@ -87,27 +86,24 @@ def _ranks_and_pages(request: FigureRequest) -> Path | None:
     if arrays is None:
         return None
     panels = [rank_panels(arrays, int(request.options.get("steps", 64)))[0]]
-    panels += [_page_panel(arrays, name, share) for name, share in HEADS]
+    weights, pages = arrays["page_weights"], arrays["pages"]  # (layers, heads, pages, 16), (layers, heads, pages)
+    held = pages >= 0
+    top = (weights.amax(-1) / weights.sum(-1).clamp_min(1e-30)).masked_fill(~held, 0)
+    concentration = (top.sum(-1) / held.sum(-1).clamp_min(1)).flatten()
+    label = "attention weight, relative to the heaviest"
+    for name, share in HEADS:
+        layer, head = divmod(int((concentration - concentration.quantile(share)).abs().argmin()), pages.shape[1])
+        shown = held[layer, head]
+        cells = weights[layer, head][shown]
+        relative = (cells / cells.max().clamp_min(1e-30)).clamp_min(FAINTEST)
+        values = plots.wide(relative, down=[str(page) for page in pages[layer, head][shown].tolist()])
+        axes: dict[str, Any] = {"kind": "map", "log": "c", "scale": (FAINTEST, 1.0), "colour": label}
+        panels.append(Panel(f"layer {layer}, head {head} ({name})", values, "token of the page", "page", **axes))
     text = (
         " Ranks: evenly spaced prompt tokens, in the head of median change. Pages: those of 16 tokens with most weight at the"
         " first decode step, by position; heads by the share of a page's weight that its heaviest token has, mean over pages."
     )
     return plots.draw(panels, request.path, request.caption() + text, size=(4.0, 4.0))
-
-
-def _page_panel(arrays: Arrays, name: str, share: float) -> Panel:
-    """One head's pages."""
-    weights, pages = arrays["page_weights"], arrays["pages"]  # (layers, heads, pages, 16), (layers, heads, pages)
-    held = pages >= 0
-    top = (weights.amax(-1) / weights.sum(-1).clamp_min(1e-30)).masked_fill(~held, 0)
-    concentration = (top.sum(-1) / held.sum(-1).clamp_min(1)).flatten()
-    layer, head = divmod(int((concentration - concentration.quantile(share)).abs().argmin()), pages.shape[1])
-    shown = held[layer, head]
-    cells = weights[layer, head][shown]
-    relative = (cells / cells.max().clamp_min(1e-30)).clamp_min(FAINTEST)
-    values = plots.wide(relative, down=[str(page) for page in pages[layer, head][shown].tolist()])
-    title, label = f"layer {layer}, head {head} ({name})", "attention weight, relative to the heaviest"
-    return Panel(title, values, "token of the page", "page", "map", "c", colour=label, scale=(FAINTEST, 1.0))
 
 
 # -- attention scores --------------------------------------------------------------------------------------------------
@@ -123,8 +119,7 @@ def _heads(request: FigureRequest, x: torch.Tensor | None) -> list[tuple[int, in
 
 def _score_curves(request: FigureRequest) -> Path | None:
     """The scores of some positions in descending order."""
-    arrays = _first(request, "scores") or {}
-    panels = []
+    arrays, panels = _first(request, "scores") or {}, []
     for layer, head in _heads(request, arrays.get("scores")):
         lines = []
         for position, weights in zip(arrays["score_positions"].tolist(), arrays["scores"][layer, head], strict=True):
@@ -137,8 +132,7 @@ def _score_curves(request: FigureRequest) -> Path | None:
 
 def _score_map(request: FigureRequest) -> Path | None:
     """The largest score of each part of the prompt's queries for each part of its tokens."""
-    arrays = _first(request, "score_map") or {}
-    panels = []
+    arrays, panels = _first(request, "score_map") or {}, []
     for layer, head in _heads(request, arrays.get("score_map")):
         shown = arrays["score_map"][layer, head].clamp_min(1e-5)
         starts = [arrays["scores"].shape[-1] / len(shown) * i for i in range(len(shown))]
@@ -226,9 +220,10 @@ def _throughput(request: FigureRequest) -> Path | None:
             if row["extra"].get("tokens_per_s") is not None
         ]
     )  # fmt: skip
-    panels, texts = [], []
+    panels, texts, gib = [], [], request.options.get("gib")
     for length, block in table.groupby("length") if len(table) else ():
-        limit = _memory(request, block)
+        full = block[(block.method == "full") & (block.x == request.options.get("full_batch"))].peak
+        limit = float(gib) * GIB if gib else float(full.iloc[0]) if len(full) else inf
         within = "any memory" if limit == inf else f"{limit / GIB:.3g} GiB of cache"
         fits = block[block.peak <= limit]
         best = fits.loc[fits.groupby("line", sort=False).y.idxmax()]
@@ -242,18 +237,10 @@ def _throughput(request: FigureRequest) -> Path | None:
         ]
         texts.append(within)
     memory = " / ".join(dict.fromkeys(texts))
-    why = "" if request.options.get("gib") else f", what Full's holds at batch {request.options.get('full_batch')}"
+    why = "" if gib else f", what Full's holds at batch {request.options.get('full_batch')}"
     text = f" Hollow points need more than {memory}{why}; weights and temporaries do not count."
     text = " No memory is fixed." if memory == "any memory" else text
     return plots.draw(panels, request.path, request.caption() + text, size=(4.6, 3.4))
-
-
-def _memory(request: FigureRequest, block: pd.DataFrame) -> float:
-    """The bytes that points must fit; infinite where Full was not measured at the batch that decides it."""
-    if gib := request.options.get("gib"):
-        return float(gib) * GIB
-    full = block[(block.method == "full") & (block.x == request.options.get("full_batch"))]
-    return float(full.peak.iloc[0]) if len(full) else inf
 
 
 # -- memory over the length (PQCache, figure 1a) -----------------------------------------------------------------------

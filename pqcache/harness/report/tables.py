@@ -107,25 +107,21 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     batch = batch_text(every) + (f", drawn at {drawn}" if drawn else "")
     named = [(f"{row['method']} at {budget_text(row)}", row) for row in every]
     meanings = {row["task"]: meaning for row in every if (meaning := score_meaning(row))}
+    bytes_ = "unused buffer capacity included"
+    if all(content(row) for row in every if row["resident_bytes"]):
+        shares = "; in brackets as a share of Full's" if any(row["method"] == "full" for row in every) else ""
+        bytes_ = f"without unused buffer capacity{shares}"
     lines = [
         *(["SMOKE RUN, no results: small random models, cut prompts and answers."] if every[0]["smoke"] else []),
         f"{names}, {tasks}: {samples_text(every, ' a cell')}{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
         f" on {several(row['device'] for row in every)}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
-        f"attended: tokens per decode step. MiB: cache after the last step, {_what_bytes(every)}.",
+        f"attended: tokens per decode step. MiB: cache after the last step, {bytes_}.",
         *(f"to Full is n/a: {reason}." for reason in dict.fromkeys(row["paired_reason"] for row in every) if reason),
         *(f"score of {task}: {meaning}." for task, meaning in meanings.items()),
         *(f"{BUDGET_MARK} {note}" for note in budget_notes(named)),
     ]
     return "\n".join(lines) + "\n"
-
-
-def _what_bytes(rows: Sequence[Row]) -> str:
-    """What the bytes of a table are."""
-    if not all(content(row) for row in rows if row["resident_bytes"]):
-        return "unused buffer capacity included"
-    shares = any(row["method"] == "full" for row in rows)
-    return "without unused buffer capacity" + ("; in brackets as a share of Full's" if shares else "")
 
 
 def samples_text(rows: Iterable[Row], of: str = "") -> str:
@@ -194,27 +190,18 @@ def varying_keys(plan: RunPlan) -> list[str]:
         keys.insert(0, "cell")
     keys += [key for key in ("model", "task", "seed") if len({cell_label(cell, key) for cell in plan.cells}) > 1]
     for key in dict.fromkeys(key for cell in plan.cells for key in cell.changed):
-        having = [cell for cell in plan.cells if _has(cell, key)]
+        group, _, name = key.partition(".")
+        having = [cell for cell in plan.cells if not name or name in cell.identity[group]]
         changed, other = (
             {cell_label(cell, "method") for cell in having if (key in cell.changed) == is_changed}
             for is_changed in (True, False)
         )
-        told = len({cell_label(cell, key) for cell in having}) > 1 or changed & other
-        if told and not (key == "budget_rule" and _follows(plan)):
+        if len({cell_label(cell, key) for cell in having}) > 1 or changed & other:
             keys.append(key)
+    told = [(cell_label(cell, "method"), *map(cell.identity.get, ("budget", "budget_rule"))) for cell in plan.cells]
+    if len(set(told)) == len({of[:2] for of in told}):  # method and budget say which budget rule a cell has
+        keys = [key for key in keys if key != "budget_rule"]
     return keys
-
-
-def _follows(plan: RunPlan) -> bool:
-    """Whether method and budget say which budget rule a cell has."""
-    pairs = {(cell_label(cell, "method"), cell.identity["budget"]) for cell in plan.cells}
-    triples = {(cell_label(c, "method"), c.identity["budget"], c.identity["budget_rule"]) for c in plan.cells}
-    return len(pairs) == len(triples)
-
-
-def _has(cell: Cell, key: str) -> bool:
-    group, _, name = key.partition(".")
-    return not name or name in cell.identity[group]
 
 
 def cell_label(cell: Cell, key: str) -> str:
@@ -282,6 +269,22 @@ def row_text(row: Row, path: Path | None) -> str:
             ": {batch_differ} of {batch_checked} answers differ from those alone" if "batch_checked" in extra else ""
         )
         resident, moved, time = "", "", f"not measured (batch {batch}{differ.format(**extra)})"
+    selection = bound = ""
+    if measured is not None:
+        selection = "nothing measured: no decode step"
+        if measured.get("samples"):
+            keys = ("recall_kv", "recall_q", "chance", "mass", "mass_p5", "output_error")
+            text = (
+                "recall {} of the oracle's, {} of each query head's own (chance {}); mass {} (p5 {}), output error {}"
+            )
+            selection = text.format(*(number(measured[key], 3) for key in keys))
+    if row["roofline"] is not None:  # the lower bound of a decode step, and how many times slower the step is
+        weights, fetched, cache = (number(extra.get(f"{part}_ms"), 3) for part in ("weights", "link", "cache"))
+        memory, link = (number(extra.get(f"{part}_gb_per_s")) for part in ("memory", "link"))
+        bound = f"TPOT is {number(row['roofline'], 2)} times weights {weights} ms + fetched {fetched} ms"
+        bound += f" (attended K and V {cache} ms; memory {memory} GB/s, link {link} GB/s)"
+    tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
+    metrics = tasks[0] if len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0]) else {}
     lines = {
         "score": "none: task=latency measures times and bytes" if latency else score,
         "score is": score_meaning(row),
@@ -292,9 +295,9 @@ def row_text(row: Row, path: Path | None) -> str:
         "time": time if measured is None else "not measured: diagnostics slow the steps",
         "machine": f"{row['device']}, {row['attn']}, commit {commit}",
         "budget": f"{BUDGET_MARK} {row['method']} {remark}" if remark else "",
-        "metrics": _metrics(row),
-        "selection": "" if measured is None else _diagnostics(measured),
-        "bound": "" if row["roofline"] is None else _bound(row),
+        "metrics": ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()),  # as lm-eval scales them
+        "selection": selection,
+        "bound": bound,
         "row": "" if path is None else str(path),
     }
     title = (
@@ -368,32 +371,6 @@ def _times(row: Row) -> str:
     return ", ".join(part for part in parts if part)
 
 
-def _metrics(row: Row) -> str:
-    """The metrics of a row with one sub-task, as lm-eval names and scales them; empty if there is only one metric."""
-    tasks = [task.get("metrics", {}) for task in row["tasks"].values()]
-    shown = len(tasks) == 1 and (len(tasks[0]) > 1 or "perplexity" in tasks[0])
-    return ", ".join(f"{name} {value:.4g}" for name, value in tasks[0].items()) if shown else ""
-
-
-def _diagnostics(measured: Mapping[str, Any]) -> str:
-    """Recall, mass and error of a diagnostics run in one line."""
-    if not measured.get("samples"):
-        return "nothing measured: no decode step"
-    keys = ("recall_kv", "recall_q", "chance", "mass", "mass_p5", "output_error")
-    text = "recall {} of the oracle's, {} of each query head's own (chance {}); mass {} (p5 {}), output error {}"
-    return text.format(*(number(measured[key], 3) for key in keys))
-
-
-def _bound(row: Row) -> str:
-    """The lower bound of a decode step, and how many times slower the step is."""
-    weights, fetched, cache = (number(row["extra"].get(f"{part}_ms"), 3) for part in ("weights", "link", "cache"))
-    memory, link = (number(row["extra"].get(f"{part}_gb_per_s")) for part in ("memory", "link"))
-    return (
-        f"TPOT is {number(row['roofline'], 2)} times weights {weights} ms + fetched {fetched} ms"
-        f" (attended K and V {cache} ms; memory {memory} GB/s, link {link} GB/s)"
-    )
-
-
 def summary_line(row: Row) -> str:
     """A row in half a line, while a sweep goes on."""
     times = [
@@ -409,23 +386,21 @@ def summary_line(row: Row) -> str:
 
 def summary(rows: Iterable[Row], method: str) -> list[str]:
     """A sentence per row of `method` that has a Full row beside it: what it saves and costs."""
-    rows = list(rows)
-    pairs = [(row, find_full(row, rows)) for row in rows if row["method"] == method]
-    sentences = [_sentence(row, full) for row, full in pairs if full is not None and full is not row]
-    return [sentence for sentence in sentences if sentence]
-
-
-def _sentence(row: Row, full: Row) -> str:
-    parts = []
-    if row["tpot_p50_ms"] and full["tpot_p50_ms"]:
-        parts.append(f"{row['tpot_p50_ms'] / full['tpot_p50_ms']:.2f} of Full's time per token")
-    device, host = (content_share(row, full, tier) for tier in ("device", "host"))
-    if device is not None:
-        of = "its" if parts else "Full's"
-        parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
-    if row["paired_difference"] is not None:
-        interval = _spread(row["paired_difference"], row["paired_interval"], signed)
-        parts.append(f"{signed(row['paired_difference'])} points {interval}")
-    smoke = "SMOKE RUN, no result: " if row["smoke"] else ""
-    name = method_class(row["method"]).__name__
-    return f"{smoke}{name} at {budget_text(row)}: {', '.join(parts)}." if parts else ""
+    rows, sentences = list(rows), []
+    for row in (row for row in rows if row["method"] == method):
+        if (full := find_full(row, rows)) is None or full is row:
+            continue
+        parts = []
+        if row["tpot_p50_ms"] and full["tpot_p50_ms"]:
+            parts.append(f"{row['tpot_p50_ms'] / full['tpot_p50_ms']:.2f} of Full's time per token")
+        device, host = (content_share(row, full, tier) for tier in ("device", "host"))
+        if device is not None:
+            of = "its" if parts else "Full's"
+            parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
+        if row["paired_difference"] is not None:
+            interval = _spread(row["paired_difference"], row["paired_interval"], signed)
+            parts.append(f"{signed(row['paired_difference'])} points {interval}")
+        smoke = "SMOKE RUN, no result: " if row["smoke"] else ""
+        name = f"{method_class(method).__name__} at {budget_text(row)}"
+        sentences += [f"{smoke}{name}: {', '.join(parts)}."] if parts else []
+    return sentences

@@ -20,7 +20,7 @@ import pandas as pd
 from pqcache.harness.report import plots
 from pqcache.harness.report.frame import frame, group_rows
 from pqcache.harness.report.plots import Panel
-from pqcache.harness.report.rows import Row, content, rows_under
+from pqcache.harness.report.rows import Row, held, rows_under
 from pqcache.harness.report.table import Table, number, printable, several, signed, spread
 
 MIB = 2**20
@@ -33,24 +33,19 @@ def points(rows: Sequence[Row], with_host: Sequence[Row] = (), timed: Sequence[R
     with_host: rows whose bytes replace those of the same method and budget. timed: rows with all times, if there are any; a
     method and budget that they lack has no time, since those of two runs do not compare. A budget that is ignored is 1.
     """
-    stored = {(row["method"], row["budget_ratio"]): _held(row) for row in with_host}
+    stored = {(row["method"], row["budget_ratio"]): held(row) for row in with_host}
     times = {(row["method"], row["budget_ratio"]): row["tpot_p50_ms"] for row in timed or rows}
     made: list[dict[str, Any]] = []
     for one in frame(row for row in rows if row["score"] is not None).to_dict("records"):
         key = one["method"], one["row"]["budget_ratio"]
-        tiers = stored.get(key, _held(one["row"]))
+        tiers = stored.get(key, held(one["row"]))
         place = {"method": key[0], "budget": key[1] or 1.0, **{name: one.get(name) for name in NUMBERS}}
-        held = {f"{tier}_bytes": tiers.get(tier, 0.0) for tier in ("device", "host")}
-        made.append({**place, **held, "tpot_ms": times.get(key)})
+        sizes = {f"{tier}_bytes": tiers.get(tier, 0.0) for tier in ("device", "host")}
+        made.append({**place, **sizes, "tpot_ms": times.get(key)})
     best = {one["method"]: one["score"] for one in sorted(made, key=lambda one: one["budget"])}
     made.sort(key=lambda p: (p["method"] != "full", -best[p["method"]], p["method"], -p["budget"]))
     columns = ["method", "budget", *NUMBERS, "device_bytes", "host_bytes", "tpot_ms"]
     return pd.DataFrame(made, columns=columns).astype(dict.fromkeys(columns[1:], float))
-
-
-def _held(row: Row) -> dict[str, float]:
-    """Tier -> bytes: without unused buffer capacity, if the row says so."""
-    return content(row) or row["resident_bytes"] or {}
 
 
 def digest(made: pd.DataFrame) -> str:
@@ -78,13 +73,6 @@ def table(made: pd.DataFrame) -> str:
         body.append(line)
     text = Table("", head, body).markdown()
     return text.replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))  # numbers to the right
-
-
-def draw_rows(rows: Sequence[Row], path: Path) -> Path | None:
-    """The picture of one sweep's rows."""
-    made = points(rows)
-    smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else ""
-    return draw(made, path, smoke + caption(rows, made)) if len(made) else None
 
 
 def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:
@@ -117,10 +105,11 @@ def caption(rows: Sequence[Row], made: pd.DataFrame, timed: Sequence[Row] = ()) 
     """What was measured, on what. timed: as in `points`."""
     timed = timed or rows
     moved = sorted(set(made[made.host_bytes > 0].method))
-    stored = "" if any(_held(row).get("host") for row in timed) else "K and V in memory, "
+    stored = "" if any(held(row).get("host") for row in timed) else "K and V in memory, "
     each = several(row["n_samples"] for row in rows)
     return (
-        f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens, {each} samples a cell."
+        ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else "")
+        + f"{rows[0]['model']}, {rows[0]['task']}, {rows[0]['prompt_tokens']:.0f} prompt tokens, {each} samples a cell."
         " Bars: 95 % bootstrap intervals of the score."
         + (f" Memory of {', '.join(moved)}: with K and V on the host (method.store=host)." if moved else "")
         + f" Time: median over the decode steps of {several(row['timed_samples'] for row in timed)} samples,"
