@@ -15,7 +15,8 @@ HELP = {"--help", "-h"}
 HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
 _MODULES = (
-    "datasets filelock hydra lm_eval jinja2 matplotlib omegaconf pandas plotly psutil rapidfuzz rouge rouge_score tqdm wandb"
+    "datasets filelock hydra lm_eval jinja2 matplotlib omegaconf pandas plotly psutil rapidfuzz rouge rouge_score"
+    " tqdm wandb"
 )
 NEEDS = {module: module.replace("_", "-") for module in _MODULES.split()} | {"hydra": "hydra-core"}
 

@@ -17,7 +17,7 @@ REPEATED = list(dict.fromkeys(name for item in items() for name in item.experime
 
 @cache
 def plan_of(name: str) -> RunPlan:
-    return plan_at_paper_scale(name, "results/runs")
+    return plan_at_paper_scale(name)
 
 
 def item(keys: dict[str, Any], of: Any = "all") -> Item:

@@ -91,7 +91,7 @@ def check(name: str) -> tuple[str, list[str]]:
         known = f"{PAPERS[paper]} has no such item" if paper in PAPERS else f"papers are {', '.join(PAPERS)}"
         return "", [f"{name}: report.paper={paper}, report.item={', '.join(named)}: {known}"]
     try:
-        plan = plan_at_paper_scale(name, "results/runs")
+        plan = plan_at_paper_scale(name)
     except Refused as refused:
         return "", [f"{name}: {line}" for line in refused.lines]
     parts, errors = [], []

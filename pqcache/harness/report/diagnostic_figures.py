@@ -121,14 +121,6 @@ def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
 # -- by decode step ----------------------------------------------------------------------------------------------------
 
 
-def smoothed(values: pd.Series, window: int) -> pd.Series:
-    """Centred moving average: at each step the mean of the `window` (odd) steps around it that have a value.
-
-    At both ends the steps that exist are averaged. NaN where the step itself has no value.
-    """
-    return values.rolling(window, min_periods=1, center=True).mean().where(values.notna())
-
-
 def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window: int) -> Path | None:
     """Of each decode step the mean over samples, which may end at different steps, and layers.
 
@@ -141,7 +133,10 @@ def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window
         chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
         for key, title in BY_STEP.items():
             every = pd.concat([pd.DataFrame(arrays[key][chosen].flatten(0, 1).numpy()) for arrays in samples])
-            values = smoothed(every.astype(float).mean(), window).tolist()
+            mean = every.astype(
+                float
+            ).mean()  # where a step has no value there is no point; at the ends fewer are averaged
+            values = mean.rolling(window, min_periods=1, center=True).mean().where(mean.notna()).tolist()
             place = f"{title}, budget {budget_text(row)}"
             parts.append(plots.series(name, range(1, len(values) + 1), values, panel=place))
     where = "all layers that are not dense" if layers is None else f"layers {', '.join(map(str, layers))}"

@@ -14,6 +14,7 @@ a table of their own, laid out alike.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 from pqcache.harness.report.entries import AVERAGE, Entry
@@ -32,6 +33,7 @@ from pqcache.harness.report.table import (
 )
 
 KEYS = ("model", "line", "budget", "setting", "dataset", "metric")
+PLACE = attrgetter(*KEYS)
 ROWS, COLUMNS = ("line", "budget", "setting"), ("dataset", "metric")
 PRINTED = "printed"  # the status of a printed row that is of no method
 LOWER_IS_BETTER = ("_s", "_ms", "perplexity", "error", "bytes")
@@ -57,7 +59,7 @@ def tables_of(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mappin
     best = _best(table, report, {name for names in best_of.values() for name in names})
     places: dict[tuple, list[Entry]] = {}
     for e in table:
-        places.setdefault((*_place(e, (*rows, *columns)), e.model), []).append(e)
+        places.setdefault(attrgetter(*rows, *columns, "model")(e), []).append(e)
     rest = [key for key in KEYS if key not in (*rows, *columns)]
     apart = [k for k in rest if k == "model" or any(len({getattr(e, k) for e in own}) > 1 for own in places.values())]
     parts: dict[str, list[Entry]] = {}
@@ -127,10 +129,6 @@ def _show(entry: Entry, key: str) -> str:
     return "" if value is None else f"{value:g}" if key == "budget" else str(value)
 
 
-def _place(entry: Entry, keys: Sequence[str] = KEYS) -> tuple:
-    return tuple(getattr(entry, key) for key in keys)
-
-
 def _headline(members: Mapping[Key, Entry], across: Sequence[Key]) -> Entry:
     """The entry of a line whose difference to Full is shown."""
     every = list(members.values())
@@ -144,7 +142,7 @@ def _headline(members: Mapping[Key, Entry], across: Sequence[Key]) -> Entry:
 
 def _numbers(entry: Entry, best: Best) -> Field:
     """The measured number, and in brackets the paper's. The best of each is bold."""
-    measured, printed = best.get(_place(entry), (None, None))
+    measured, printed = best.get(PLACE(entry), (None, None))
     if entry.status == PRINTED:
         return f"({entry.published:g})"
     own = entry.status if entry.status not in ("ok", "missing") else EMPTY
@@ -199,5 +197,5 @@ def _best(table: Sequence[Entry], report: Mapping[str, Any], candidates: set[str
         for values in ([e.measured for e in group if e.line not in candidates], [e.published for e in group]):
             known = [v for v in values if v is not None]
             pair.append(choose(known) if len(known) > 1 else None)
-        best |= {_place(e): (None if e.line in candidates else pair[0], pair[1]) for e in group}
+        best |= {PLACE(e): (None if e.line in candidates else pair[0], pair[1]) for e in group}
     return best

@@ -76,25 +76,18 @@ def missing(plan: RunPlan) -> list[str]:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def _caption(title: str, table: Sequence[Entry], rows: Mapping[str, Row]) -> str:
-    """What a table shows, in one or two sentences."""
-    each = several(e.samples for e in table)
-    sizes = (
-        f"{each} sample{'' if each == '1' else 's'}, {batch_text(rows.values())}," if each else "nothing measured yet"
-    )
-    machines = several(row["device"] for row in rows.values())
-    text = f"{title}: {sizes}{f' on {machines}' if machines else ''}."
-    if any(e.published is not None for e in table):
-        text += " In brackets: as printed. Bold: the best, Full and Oracle excluded. Compare differences to Full;"
-        text += " the papers' Full rows differ among themselves."
-    return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows.values()) else "") + text
-
-
 def report(plan: RunPlan, table: Sequence[Entry], rows: Mapping[str, Row]) -> Report:
     """The table of an experiment: caption, a table per model or as `report.layout` says, footnotes."""
-    title = str(plan.report.get("title") or plan.experiment)
+    title, each = str(plan.report.get("title") or plan.experiment), several(e.samples for e in table)
+    sizes = f"{each} sample{'' if each == '1' else 's'}, {batch_text(rows.values())}," if each else ""
+    machines = several(row["device"] for row in rows.values())
+    caption = f"{title}: {sizes or 'nothing measured yet'}{f' on {machines}' if machines else ''}."
+    if any(e.published is not None for e in table):
+        caption += " In brackets: as printed. Bold: the best, Full and Oracle excluded. Compare differences to Full;"
+        caption += " the papers' Full rows differ among themselves."
+    smoke = "SMOKE RUN, no results. " if any(row["smoke"] for row in rows.values()) else ""
     tables = tables_of([*table, *printed_rows(plan)], plan.report, plan.best_of)
-    return Report(title, _caption(title, table, rows), tables, footnotes(plan, rows))
+    return Report(title, smoke + caption, tables, footnotes(plan, rows))
 
 
 def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:

@@ -159,14 +159,11 @@ def status(measured: Iterable[str]) -> str:
         body = []
         for item in (item for item in items() if item.paper == paper):
             for name in item.experiments or [""]:
-                cells = [cell.name for cell in plan_at_paper_scale(name, "results/runs").cells] if name else []
-                done = (
-                    f"{len(known & {*cells})} of {len(cells)} cells" if cells else "a drawing" if item.drawing else ""
-                )
-                body.append([item.name, item.shows, name, done])
-        parts.append(
-            f"## {title}\n\n" + Table("", ["item", "what it shows", "experiment", "measured"], body).markdown()
-        )
+                cells = [cell.name for cell in plan_at_paper_scale(name).cells] if name else []
+                done = f"{len(known & {*cells})} of {len(cells)} cells" if cells else ""
+                body.append([item.name, item.shows, name, done or ("a drawing" if item.drawing else "")])
+        table = Table("", ["item", "what it shows", "experiment", "measured"], body)
+        parts.append(f"## {title}\n\n{table.markdown()}")
     return "\n\n".join(parts) + "\n"
 
 
@@ -200,7 +197,7 @@ def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs:
     return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
 
 
-def plan_at_paper_scale(name: str, out: str | Path, configs: Path = CONFIGS) -> RunPlan:
+def plan_at_paper_scale(name: str) -> RunPlan:
     """The cells of an experiment, at the paper's sizes where its file has both."""
-    scale = ["scale=paper"] if found(configs)[name].values.get("paper_scale") else []
-    return make_plan(compose_all([*words(name, configs), f"out={out}", *scale], configs))
+    scale = ["scale=paper"] if found(CONFIGS)[name].values.get("paper_scale") else []
+    return make_plan(compose_all([*words(name), "out=results/runs", *scale], CONFIGS))
