@@ -55,6 +55,7 @@ class DuoLayer(RaggedLayer):
 
     method: DuoAttention
     store: DuoStore  # type: ignore[assignment]
+    drops_first = True
 
     def clear(self) -> None:
         super().clear()

@@ -112,8 +112,11 @@ class Measures(Watcher):
         shadow.add(call)
         if ctx.step.decode:
             self._measure(call, shadow.view(layer, ctx.step.total))
-        kept = layer.held_positions()
-        self.held[at] = None if kept is None else kept.clone()
+        # Some methods drop tokens of all layers when the last one has the prompt.
+        last = not ctx.step.decode and layer is ctx.cache.served[-1]
+        for one in ctx.cache.served if last else [layer]:
+            kept = one.held_positions()
+            self.held[one.layer_idx] = None if kept is None else kept.clone()
         if len(self.measured.get(at, ())) >= self.max_steps:
             shadow.copy = None
 
@@ -185,7 +188,8 @@ class Measures(Watcher):
         """
         n, device = len(ctx.step.total), ctx.hidden.device
         selected: Any = layer.selected
-        kept = layer.held_positions() if isinstance(selected, Selected) else self.held.get(layer.layer_idx)
+        now = isinstance(selected, Selected) or layer.drops_first
+        kept = layer.held_positions() if now else self.held.get(layer.layer_idx)
         if isinstance(selected, Selected):
             chosen, inside, forced = _sets(selected, h, device)
             # Positions are those of the entries that are left, not of the row.
@@ -195,7 +199,7 @@ class Measures(Watcher):
             return chosen | forced, (chosen, inside)
         column = torch.arange(length, device=device)
         ends = torch.tensor(ctx.step.total, device=device)[:, None, None]
-        # What was held before this step, and the current token.
+        # What was held before this step, less what it dropped first, and the current token.
         if kept is not None:
             return per_head(m.marks(kept, length), h) | (column == ends - 1), None
         if layer.attends_all:

@@ -141,6 +141,7 @@ class SelectiveLayer(CacheLayerMixin, RowState):
     is_sliding = False
     is_croppable = False
     attends_all = False  # whether decode attends every token seen, exactly or not: dense layers, quantization
+    drops_first = False  # whether a decode step drops tokens before it attends, not after
     # does this layer's decode steps, until anything else changes what it holds; see SelectiveCache.use_substitutes
     substitute: Substitute | None = None
     index: Any = None  # of the family that retrieves: selective.index.Index, which may start its work a layer ahead
