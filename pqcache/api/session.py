@@ -55,8 +55,8 @@ def use(
     attn: the attention kernel of the prompt: "auto", "sdpa", "flash_attention_2" or "standard".
     kernels: what computes decode steps on a CUDA device: "torch", or "auto" (Triton kernels where the method allows it).
     tokenizer: the model's, for methods that look at the text of tokens or calibrate on a text.
-    calibration: token ids (1, t) for methods that calibrate (infinigen, double_sparsity). Without it and without a tokenizer
-      these take random tokens.
+    calibration: token ids (1, t) for methods that calibrate (infinigen, double_sparsity, duo_attention). Without it and
+      without a tokenizer these take random tokens.
     cache_dir: where calibrations are stored. None: they are computed again in every session.
     options: the method's hyper-parameters.
 
