@@ -11,7 +11,7 @@ from baselines.zipcache import ZipCache
 from baselines.zipcache.mixed_codec import MixedCodec
 from baselines.zipcache.widths import Widths
 from pqcache import kernels
-from pqcache.api.drive import Session, pad_left, tokens
+from pqcache.api.drive import pad_left, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.selective.layer import Step
 from pqcache.selective.ledger import Ledger
@@ -118,11 +118,11 @@ def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
     rows = [tokens(90, 1), tokens(40, 2)]
     method = ZipCache(**FIFTH, probes="special", special_ids=list(range(5, 60)))
 
-    def salient(prompts: list[list[int]]) -> list[torch.Tensor]:
+    def salient(prompts: list[list[int]], announced: bool = True) -> list[torch.Tensor]:
         ids, mask = pad_left(prompts)
         cache = SelectiveCache(llama, method)
         with attach(llama):
-            cache.begin([len(row) for row in prompts], token_ids=ids)
+            cache.begin([len(row) for row in prompts], token_ids=ids if announced else None)
             llama(ids, attention_mask=mask, past_key_values=cache)
         bits = cache.layers[2].store.widths.bits()
         return [bits[r, :, : len(row)] for r, row in enumerate(prompts)]
@@ -130,8 +130,10 @@ def test_special_tokens_come_from_the_prompt(llama: PreTrainedModel) -> None:
     both = salient(rows)
     for row, bits in zip(rows, both, strict=True):
         assert torch.equal(salient([row])[0], bits)
+        assert torch.equal(salient([row], announced=False)[0], bits)
+    embedded = llama.get_input_embeddings()(torch.tensor(rows[:1]))
     with attach(llama), pytest.raises(ValueError, match="probes=special"):
-        Session(llama, SelectiveCache(llama, method), rows)
+        llama(inputs_embeds=embedded, past_key_values=SelectiveCache(llama, method))
 
 
 @pytest.mark.parametrize("how", [kernels.plain_torch, contextlib.nullcontext])
