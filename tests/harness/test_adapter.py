@@ -23,9 +23,6 @@ def adapter(loaded: LoadedModel, log: SampleLog, tasks: dict[str, Any] | None = 
     return HarnessLM(loaded, method_class("full")(), log, RunOptions(**options), tasks=tasks)
 
 
-# -- prompts --------------------------------------------------------------------------------------------------------------
-
-
 def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loaded.model.generation_config, "eos_token_id", [7, 8])
     monkeypatch.setattr(loaded.model.config, "eos_token_id", 9)
@@ -48,9 +45,6 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
     assert longer > tokens and own != general
     assert read(True, question_markers=[])[0] not in (general, own)
     assert read(False) == read(False, question_markers=["Now,"]) == (general, 0)
-
-
-# -- answers --------------------------------------------------------------------------------------------------------------
 
 
 def test_generation_equals_transformers_and_stops(loaded: LoadedModel, log: SampleLog) -> None:
@@ -127,9 +121,6 @@ def test_a_line_tells_what_was_asked(loaded: LoadedModel, whole: bool, tmp_path:
     assert answer.get("prompt") == (text if whole else None)
     assert answer["target"] == scored["target"] == ["the river", "the bank"]
     assert scored["prompt_end"].endswith("river") and len(scored["prompt_end"]) == 300
-
-
-# -- the log --------------------------------------------------------------------------------------------------------------
 
 
 def test_log_survives_any_cut(tmp_path: Path) -> None:

@@ -13,7 +13,6 @@ from pqcache.diagnostics.summary import PROMPT_SUFFIX
 from pqcache.harness.report import diagnostic_figures
 from pqcache.harness.report.diagnostic_figures import PICTURES
 from pqcache.harness.report.rows import Diagnostics
-from pqcache.harness.run import adapter as lm
 from tests.harness.cells import Command
 from tests.harness.cells import one_row as only
 
@@ -42,17 +41,6 @@ def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureF
     shown = capsys.readouterr().out
     assert "not measured: diagnostics slow the steps" in shown
     assert "recall 1.000 of the oracle's" in shown
-
-
-def test_answers_of_one_token_have_nothing_to_measure(
-    command: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    original = lm.generate
-    monkeypatch.setattr(lm, "generate", lambda *a, **o: original(*a, **{**o, "max_new_tokens": 1}))
-    assert command("method=quest", "diagnostics=trace", "limit=1") == 0
-    result: Any = only(tmp_path / "out", "quest")[1]["diagnostics"]
-    assert result.keys() == Diagnostics.__annotations__.keys()
-    assert (result["samples"], result["mass"], result["by_layer"]) == (0, None, None)
 
 
 def test_only_what_is_missing_is_measured_again(command: Command, tmp_path: Path, generated: list[int]) -> None:
@@ -87,18 +75,6 @@ def test_a_recorded_cell_is_replayed(command: Command, tmp_path: Path, capsys: p
     capsys.readouterr()
     assert command("method=replay", f"method.trace='{folder / 'diagnostics'}'", "seed=7", out=tmp_path / "other") == 1
     assert "holds no trace of this prompt" in capsys.readouterr().err
-
-
-def test_a_trace_of_another_geometry_is_refused_before_anything_runs(
-    command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert command("method=quest", "diagnostics=trace", "limit=1") == 0
-    folder, _ = only(tmp_path / "out", "quest")
-    capsys.readouterr()
-    line = ("model=embedded", "model.path=null", "method=replay", f"method.trace='{folder / 'diagnostics'}'")
-    assert command(*line, out=tmp_path / "other") == 2
-    (error,) = capsys.readouterr().err.splitlines()
-    assert "recorded with ModelShape(n_layers=2" in error
 
 
 @pytest.mark.rest

@@ -51,9 +51,6 @@ def adapter(
     return HarnessLM(loaded, method_class(method)(budget=Budget(ratio=budget)), log, RunOptions(**options))
 
 
-# -- continuations --------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("chat", [False, True])
 def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel, chat: bool, log: SampleLog) -> None:
     model = loaded if chat else base
@@ -94,9 +91,6 @@ def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
         likelihood(base.model, method_class("full")(), torch.ones(1, 4, dtype=torch.long), first=4, prefill=1)
 
 
-# -- whole texts ------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("size", [63, 64, 100])
 def test_rolling_scores_every_token_once(base: LoadedModel, size: int, log: SampleLog) -> None:
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
@@ -126,8 +120,6 @@ def test_the_method_decodes_the_second_half_of_a_text(base: LoadedModel, tmp_pat
     assert less[:half] == pytest.approx(full[:half], abs=2e-5)  # the prefill is exact
     assert less[half + 1 :] != pytest.approx(full[half + 1 :], abs=1e-3)
 
-
-# -- any task ---------------------------------------------------------------------------------------------------------------
 
 ASKED = "{{story}}\nQuestion: {{question}}\nAnswer:"
 FEW = {

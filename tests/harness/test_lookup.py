@@ -28,19 +28,13 @@ def test_lists_have_every_name_with_a_line(kind: str, capsys: Capture) -> None:
     assert all(len(meaning) > 15 for meaning in named.values())
 
 
-def test_an_option_of_several_methods(capsys: Capture) -> None:
-    text = said(capsys, "explain=method.m")
-    assert text.startswith("method.m\n")
-    assert "sub-spaces per key" in text
-    assert "methods: pqcache\n" in text
-    assert "methods: h2o_c\n" in text
-    assert "default: 2" in text
-    assert "arXiv 2407.12820" in text
-
-
 @pytest.mark.parametrize(
     ("asked", "parts"),
     [
+        (
+            "method.m",
+            ["method.m\n", "sub-spaces per key", "methods: pqcache\n", "methods: h2o_c\n", "arXiv 2407.12820"],
+        ),
         ("budget", ["a share of the prompt", "default: 0.2"]),
         ("task.length", ["needle_pocket", "default: 2048"]),
         ("launch.workers", ["ray", "slurm"]),

@@ -95,9 +95,6 @@ def says(command: Command, monkeypatch: Patch) -> dict[str, str]:
     return texts
 
 
-# -- the benchmarks ------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("broken", [False, True])
 def test_a_task_whose_packages_are_missing_says_how_to_get_them(
     broken: bool, command: Command, rows: Path, tmp_path: Path, no_model: None, monkeypatch: Patch, capsys: Capture
@@ -158,9 +155,6 @@ def test_one_line_before_any_model(
 ) -> None:
     words = f"task=lm_eval method=full task.name={typed.format(rows=rows)}".split()
     assert said in error_of(capsys, command(*words))
-
-
-# -- thoughts ------------------------------------------------------------------------------------------------------------
 
 
 def test_thoughts_are_kept_and_not_scored(

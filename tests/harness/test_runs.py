@@ -5,15 +5,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 import run
-from pqcache import registry
 from pqcache.harness.report.rows import Row
-from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, error_of, lines_of, rows, status
+from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, error_of, lines_of, rows
 
 
 def test_one_cell_has_its_folder_and_prints_its_row(
@@ -89,24 +87,6 @@ def test_another_configuration_over_an_old_folder_is_refused(
     capsys.readouterr()
     assert "another configuration (task.length)" in error_of(capsys, command("method=full", "limit=1"))
     assert len(generated) == 1
-
-
-def test_unsupported_model_is_refused_before_its_weights(
-    command: Command, no_model: None, monkeypatch: Patch, capsys: Capture
-) -> None:
-    def refuse(self: Any, config: Any) -> None:
-        raise ValueError("head_dim=16: must be a multiple of m=3")
-
-    monkeypatch.setattr(registry.method_class("oracle"), "check_model", refuse)
-    assert "oracle: head_dim=16" in error_of(capsys, command("-m", "method=full,oracle"))
-
-
-def test_a_prompt_longer_than_the_model_fails_and_says_so(command: Command, tmp_path: Path, capsys: Capture) -> None:
-    """Of a task whose documents alone tell how long they are."""
-    assert command("model.max_length=600", "task=gsm8k_cot", "task.source=constructed", "method=full", "limit=1") == 1
-    assert "exceed the 600 tokens" in capsys.readouterr().err
-    assert "Traceback" in status(tmp_path / "out")["full"]["traceback"]
-    assert list((tmp_path / "out").glob("*/row.json")) == []
 
 
 def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_path: Path) -> None:

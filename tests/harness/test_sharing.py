@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pqcache.harness.run import adapter, sharing, units
 from pqcache.selective import record
-from tests.harness.cells import Capture, Command, Patch, planned, watch
+from tests.harness.cells import Capture, Command, Patch, watch
 from tests.harness.in_process import InProcess
 
 SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
@@ -103,23 +103,6 @@ def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
     said = capsys.readouterr().err
     assert said.count("shared prefills") == said.count("sample 1 fails in snapkv") == 1
     assert timed(tmp_path / "out") == {("snapkv", 1)}
-
-
-def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
-    """The run has no other: `units.local_units` and `units.ranges` ask it."""
-
-    def shares(*words: str) -> bool:
-        typed = ["model=hf", f"model.path={tiny}", "task.length=256", f"out={tmp_path}", *words]
-        (group,) = units.groups(planned(typed).cells)
-        asked = units.may_share(group)
-        assert (units.local_units(group, 1)[0].shared == "only") == asked
-        assert any(unit.shared == "yes" for unit in units.ranges(group, documents=9, tasks=1, workers=2)) == asked
-        return asked
-
-    assert not shares("method=full")
-    assert shares("-m", "method=full,oracle")
-    assert not shares("-m", "method=full,oracle", "shared_prefill=false")
-    assert shares("method=snapkv", "decode.temperature=1", "decode.samples=2")
 
 
 def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:

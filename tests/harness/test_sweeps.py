@@ -180,8 +180,10 @@ def test_one_length_is_refused_alone_and_skipped_in_a_sweep(
 
 
 def test_other_tasks_decide_at_the_first_sample(
-    command: Command, tmp_path: Path, generated: list[int], capsys: Capture
+    command: Command, tmp_path: Path, generated: list[int], capsys: Capture, on: Any
 ) -> None:
+    engine = on(InProcess())
+    assert command(*NEEDLE, *PAGES, "launch=ray") == 2 and not engine.units  # a driver gives its workers no such cell
     assert command(*NEEDLE, *PAGES) == 2
     shown = capsys.readouterr().out
     assert "skipped, not applicable: method.page=100000: takes 2" in shown
@@ -191,9 +193,3 @@ def test_other_tasks_decide_at_the_first_sample(
     assert command(*NEEDLE, "-m", "method=quest", "method.page=16,100000", "shared_prefill=true") == 0
     assert sorted(rows(tmp_path / "out")) == ["quest 0.2"]
     assert len(generated) == 2
-
-
-def test_a_driver_gives_its_workers_no_such_cell(command: Command, tmp_path: Path, on: Any) -> None:
-    engine = on(InProcess())
-    assert command(*NEEDLE, *PAGES, "launch=ray") == 2
-    assert status(tmp_path / "out")["quest"]["status"] == "not applicable" and not engine.units

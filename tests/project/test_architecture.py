@@ -110,24 +110,6 @@ def test_no_circle_and_no_arrow_up(files: dict[str, Path]) -> None:
     )
 
 
-def test_circles_and_arrows_up_are_found(tmp_path: Path) -> None:
-    """A circle of two modules, one of its imports inside a function and for types; an arrow up."""
-    sources = {
-        "pqcache/store/a.py": "import pqcache.store.b",
-        "pqcache/store/b.py": "def late():\n    if TYPE_CHECKING:\n        from pqcache.store import a",
-        "pqcache/kernels/c.py": "from ..selective import d",
-        "pqcache/selective/d.py": "",
-        "run.py": "import json, pqcache.kernels.c",
-    }
-    for name, source in sources.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(source)
-    graph = imports(modules(tmp_path))
-    assert graph["run"] == {"pqcache.kernels.c"}
-    assert set(circle(graph)) == {"pqcache.store.a", "pqcache.store.b"}
-    assert arrows_up(graph) == [("pqcache.kernels.c", "pqcache.selective.d")]
-
-
 def test_no_module_is_longer_than_450_lines(files: dict[str, Path]) -> None:
     lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
     assert {name: length for name, length in lengths.items() if length > 450} == {}

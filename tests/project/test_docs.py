@@ -34,9 +34,6 @@ def anchors(path: Path) -> frozenset[str]:
     return frozenset(re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings)
 
 
-# -- the README --------------------------------------------------------------------------------------------------------
-
-
 def test_its_lines_of_python_run(capsys: pytest.CaptureFixture[str]) -> None:
     (block,) = re.findall(r"^```python\n(.*?)^```$", (REPO / "README.md").read_text(), re.MULTILINE | re.DOTALL)
     loading = [line for line in block.splitlines() if "from_pretrained" in line]
@@ -44,9 +41,6 @@ def test_its_lines_of_python_run(capsys: pytest.CaptureFixture[str]) -> None:
     names = {"prompt": "The colour is", "model": load_model(), "tokenizer": load_tokenizer()}
     exec(compile(block.replace(loading[0], ""), "README.md", "exec"), names)
     assert "pqcache" in capsys.readouterr().out
-
-
-# -- made pages --------------------------------------------------------------------------------------------------------
 
 
 def test_made_pages_are_up_to_date() -> None:
@@ -57,9 +51,6 @@ def test_made_pages_are_up_to_date() -> None:
 def test_the_picture_is_of_the_committed_rows() -> None:
     with Image.open(write_docs.PICTURE) as picture:
         assert picture.text["Description"] == trade_off.digest(write_docs.points()), "make picture draws it again"
-
-
-# -- commands ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -111,9 +102,6 @@ def test_scripts_modules_and_targets_exist() -> None:
     assert len(typed("make ")) > 10
 
 
-# -- links and paths ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("path", [pytest.param(path, id=path.relative_to(REPO).as_posix()) for path in LINKED])
 def test_links_and_paths_lead_somewhere(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
@@ -128,9 +116,6 @@ def test_links_and_paths_lead_somewhere(path: Path) -> None:
     roots = "pqcache|baselines|configs|tests|scripts|docs|results|notebooks"
     named = re.findall(rf"`((?:{roots})/[\w/.-]+)`", text) if path in PAGES else []
     assert broken + [name for name in named if not (REPO / name).exists() and name not in NOT_YET] == []
-
-
-# -- the table of faults -----------------------------------------------------------------------------------------------
 
 
 def size(module: Any, name: str) -> int:

@@ -59,7 +59,6 @@ FEW = {
     "turns": "method=full,snapkv",
     "pocket_kvcrush_fig5": "cell=full,snapkv_25",
 }
-# -- running ---------------------------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -110,9 +110,6 @@ def test_temporaries_are_those_of_a_forward_pass() -> None:
     assert memory.prefill_bytes(config, tokens, "float32") == pytest.approx(peak.most - cache, rel=0.35)
 
 
-# -- what does not fit -------------------------------------------------------------------------------------------------
-
-
 def test_full_is_refused_where_it_cannot_end_and_warned_of_where_it_may(tmp_path: Path, free: Free) -> None:
     """float32: 29 GB of weights, and a cache of 256 KiB per token."""
     free(10**15)

@@ -10,9 +10,7 @@ import pytest
 
 from pqcache.harness.report import fidelity
 from pqcache.harness.report.frame import frame
-from pqcache.harness.run import adapter
-from pqcache.selective import NonFinite
-from tests.harness.cells import Capture, Command, Patch, error_of, lines_of, rows
+from tests.harness.cells import Capture, Command, error_of, lines_of, rows
 
 TASK = ("task=fidelity", "task.length=200", "task.tokens=8")
 
@@ -61,16 +59,6 @@ def test_alone_and_shared_agree(command: Command, tmp_path: Path) -> None:
         assert one["text"] == other["text"] and one["equal"] == other["equal"]
         # six digits are written, of sums in another order
         assert one["kl"] == pytest.approx(other["kl"], rel=2e-5, abs=1e-6)
-
-
-def test_an_answer_that_cannot_be_read_has_no_score(command: Command, tmp_path: Path, monkeypatch: Patch) -> None:
-    def broken(*arguments: object, **options: object) -> None:
-        raise NonFinite("NaN or infinity in the logits")
-
-    monkeypatch.setattr(adapter, "read_reference", broken)
-    assert command(*TASK, "method=streaming", "limit=2") == 1
-    row = rows(tmp_path / "out")["streaming 0.2"]
-    assert row["n_failed"] == 2 and row["score"] is None and not row["tasks"]["fidelity"]["metrics"]
 
 
 def test_prompts_of_a_file(command: Command, tmp_path: Path) -> None:

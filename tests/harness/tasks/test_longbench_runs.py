@@ -16,8 +16,6 @@ from pqcache.harness.tasks.longbench.data_sets import DATASETS, UNWRAPPED
 from tests.harness.cells import Capture, Command, Patch, error_of, one_row
 from tests.harness.tasks.test_longbench import make_row, write_files
 
-# -- whole runs -----------------------------------------------------------------------------------------------------------
-
 
 @pytest.fixture
 def start(command: Command, monkeypatch: Patch) -> Command:
@@ -72,9 +70,6 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -
         "longbench_e_hotpotqa_8k+": 2,
         "longbench_e_lcc_0-4k": 1,
     }
-
-
-# -- where rows come from -------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("no_model")

@@ -145,8 +145,6 @@ def test_no_score_is_made_up_where_a_package_is_missing(functions: Functions) ->
     assert scored({}, ["a"]) == {"m": 0} and unscored == ["ValueError: no number"]  # wrong, and counted
 
 
-# -- the real packages -----------------------------------------------------------------------------------------------------
-
 FINAL = "Final Answer: The final answer is ${}$. I hope it is correct."
 # solution -> answers
 CASES = {

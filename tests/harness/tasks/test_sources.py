@@ -45,17 +45,6 @@ def test_what_the_hub_refuses_is_one_line(error: type[Exception] | None, words: 
     assert all(word in str(refused.value) for word in words)
 
 
-def test_a_data_set_that_cannot_be_had_is_one_line(monkeypatch: Patch) -> None:
-    def load(*_: Any, **__: Any) -> None:
-        raise ConnectionError("Couldn't reach the Hub\nmuch more")
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    with pytest.raises(ValueError, match=r"^task\.source=hub: EdinburghNLP/xsum, split test, cannot be had") as error:
-        task_of("xsum").prepare(limit=1)
-    assert "task.source to a folder" in str(error.value)
-    assert "\n" not in str(error.value)
-
-
 def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
     rows = [{"a": 1, "b": "x"}, {"a": 2, "b": "y"}]
     with gzip.open(tmp_path / "rows.jsonl.gz", "wt") as file:

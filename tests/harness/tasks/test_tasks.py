@@ -78,9 +78,6 @@ def test_documents_are_seeded_and_a_limit_only_adds(name: str, tokenizer: Any) -
         assert spec.data["source"] == "constructed" and re.fullmatch("[0-9a-f]{64}", spec.data["sha256"]["rows"])
 
 
-# -- options ---------------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("name", TASKS)
 def test_options_have_defaults_and_a_task_is_made_of_them(name: str) -> None:
     task = task_of(name)
