@@ -356,7 +356,8 @@ try:
 except AttributeError as error:
     assert "usee" in str(error)
 pqcache.methods()
-heavy = {"hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "plotly", "numba"}
+import pqcache.embedded
+heavy = {"hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "plotly", "numba", "rouge"}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from pqcache import places
-from pqcache.harness import command
 from pqcache.harness.report.advise import advice
 from pqcache.harness.report.rows import read_rows
-from tests.harness.cells import Capture, Patch, error_of
+from tests.harness.cells import Patch
 
 REAL = places.REFERENCE / "real" / "real" / "rows.jsonl"
 
@@ -57,22 +56,3 @@ def test_a_model_without_rows_gets_the_nearest_ones(tmp_path: Path, monkeypatch:
     assert "model=hf model.path=someone/SmolLM2-360M" in said
     hints = [line.rstrip(".") for line in said.splitlines() if "method.store=host was not measured here: " in line]
     assert any({"oracle", "pqcache", "clusterkv"} <= {*hint.rpartition(": ")[2].split(", ")} for hint in hints)
-
-
-@pytest.mark.parametrize(
-    ("words", "line"),
-    [
-        ("advise=", "advise=: must name a folder"),
-        ("advise=no/folder memory=x", "memory=x: allowed is a share of Full's bytes in (0, 1] (default 0.25)"),
-        ("advise=embedded memory=1.5", "memory=1.5: allowed is"),
-        ("advise=embedded quality=2", "quality=2: allowed is points to Full"),
-        ("advise=embedded quality=nan", "quality=nan: allowed is points to Full"),
-        ("advise=embedded memry=0.2", "memry: advise=<folder> runs nothing; did you mean memory?"),
-        ("advise=embeded", "advise=embeded: no folder and no model; did you mean embedded?"),
-        ("advise=tests/project", "advise=tests/project: no row.json in any folder below"),
-        ("advise=embedded report=tests", "report: one of report, tables, advise at a time"),
-    ],
-)
-def test_what_is_wrong_is_one_line(words: str, line: str, capsys: Capture, repo: Path, monkeypatch: Patch) -> None:
-    monkeypatch.chdir(repo)
-    assert f"error: {line}" in error_of(capsys, command.main(words.split()))

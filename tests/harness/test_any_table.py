@@ -65,28 +65,6 @@ def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (float(one["number"]), one["samples"], one["seeds"]) == (-7.5, "4", "0 1")
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["tables=gone"], ["tables=gone", "no such folder"]),
-        (["tables="], ["tables=", "name a folder"]),
-        (["tables={rows}", "rows=metod"], ["rows=metod", "did you mean method?"]),
-        (["tables={rows}", "values=tpott"], ["values=tpott", "did you mean tpot?"]),
-        (["tables={rows}", "columns=method"], ["columns=method", "in rows"]),
-        (["tables={rows}", "method=full"], ["method", "runs nothing"]),
-        (["tables={rows}", "--cfg"], ["--cfg", "runs nothing"]),
-    ],
-)
-def test_what_is_wrong_is_said_in_one_line(
-    folder: Path, words: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert run.main([word.format(rows=folder) for word in words]) == 2
-    shown = capsys.readouterr()
-    (line,) = shown.err.splitlines()
-    assert not shown.out and all(part in line for part in said), line
-    assert not (folder / "tables").exists()
-
-
 def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
     for m in (2, 16, 4):
         make_row(tmp_path, "pqcache", {"t": [m, m]}, budget=0.1, m=m)

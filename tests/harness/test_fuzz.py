@@ -65,7 +65,9 @@ line = st.builds(
 )
 
 
-def compose(argv: list[str]) -> None:
+@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
+@given(line)
+def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None:
     began = time.process_time()
     plan, lines = None, ["usage"]
     try:
@@ -82,9 +84,3 @@ def compose(argv: list[str]) -> None:
         assert cell.name
         assert cell.yaml()
     assert time.process_time() - began < SECONDS, argv
-
-
-@settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
-@given(line)
-def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None:
-    compose(argv)

@@ -222,7 +222,6 @@ def test_every_cell_sees_lm_evals_own_examples(
     [
         (["task.name=my_no_shot", "task.num_fewshot=1"], "task.num_fewshot=1: the task's definition fixes it at 0"),
         (["task.name=my_choise"], "task.name=my_choise: lm-eval has no such task; did you mean my_choice?"),
-        ([], "task.name: task=lm_eval needs the name"),
         (["task.name=my_choice", "task.metric=bleu"], "task.metric=bleu: my_choice has acc, acc_norm"),
         (["task.name=my_choice", "task.num_fewshot=-1"], "task.num_fewshot=-1: must be at least 0"),
         (["task.name=my_choice", "task.lenght=1"], "task.lenght: unknown key"),

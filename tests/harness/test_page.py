@@ -83,14 +83,6 @@ def test_the_page(
     assert (layers["data"][0]["x"], layers["data"][0]["y"]) == ([1, 2], [0.5, 0.75])
 
 
-def test_a_wrong_folder_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for words in ([f"report={tmp_path / 'gone'}"], [f"report={tmp_path}"], [f"report={tmp_path}", "rows=method"]):
-        assert run.main(words) == 2
-        shown = capsys.readouterr()
-        assert len(shown.err.splitlines()) == 1 and not shown.out
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize(
     "line",
     [

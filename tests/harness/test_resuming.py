@@ -150,7 +150,6 @@ def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, tiny: Path) -> None:
     assert log.read_bytes().count(b"\n") == 8
     killed, whole = (next(iter(rows(tmp_path / out).values())) for out in ("killed", "whole"))
     assert killed["sample_scores"] == whole["sample_scores"]
-    assert killed["score"] == whole["score"]
     answers = [{s["doc_id"]: s["response"] for s in lines_of(tmp_path / out)} for out in ("killed", "whole")]
     assert answers[0] == answers[1]
     assert len(set(answers[0].values())) > 4  # the random model does say different things

@@ -22,6 +22,7 @@ from tests.harness.cells import Capture, Patch, watch
 from tests.harness.launch.test_plan import planned
 
 PROMPT, NEW = 1900, 3
+REPEATING = ("h2o", "snapkv", "kvcrush")
 UNSHOWN = ("replay", "infinigen", "double_sparsity")  # need prepared data
 MISTRAL = ("model=random", "model.geometry=mistral-7b-instruct-v0.2", "task=latency", "task.length=16384", "limit=1")
 Free = Callable[[int], None]
@@ -52,9 +53,13 @@ def held(model: LlamaForCausalLM, name: str, **options: object) -> tuple[dict[st
 
 
 @pytest.mark.rest
-@pytest.mark.parametrize("name", [name for name in METHODS if name not in UNSHOWN])
+@pytest.mark.parametrize(
+    "name", [*(name for name in METHODS if name not in UNSHOWN), *(f"{r} repeated" for r in REPEATING)]
+)
 def test_no_run_holds_more(model: LlamaForCausalLM, name: str) -> None:
-    resident, (device, host, exact) = held(model, name, budget=Budget.parse(0.2))
+    name, _, repeated = name.partition(" ")  # keys and values for each query head are counted as often
+    options = {"repeat_kv": True} if repeated else {}
+    resident, (device, host, exact) = held(model, name, budget=Budget.parse(0.2), **options)
     assert sum(resident.values()) <= 1.01 * (device + host)
     assert exact == (name == "full" or method_class(name).kind == "evict")
     if exact:
@@ -68,12 +73,6 @@ def test_the_host_holds_the_rest(model: LlamaForCausalLM, name: str, store: str)
     resident, (device, host, _) = held(model, name, budget=Budget.parse(0.2), store=store, cache_tokens=256)
     assert 0 < resident["device"] <= device < host
     assert 0.5 * host < resident["host"] <= 1.01 * host
-
-
-def test_repeated_keys_and_values_are_counted_as_often(model: LlamaForCausalLM) -> None:
-    for name in ("h2o", "snapkv", "kvcrush"):
-        resident, (device, _, exact) = held(model, name, budget=Budget.parse(0.2), repeat_kv=True)
-        assert exact and device == pytest.approx(sum(resident.values()), rel=0.25), name
 
 
 def test_weights_are_exact(model: LlamaForCausalLM) -> None:

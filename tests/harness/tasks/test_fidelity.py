@@ -10,7 +10,7 @@ import pytest
 
 from pqcache.harness.report import fidelity
 from pqcache.harness.report.frame import frame
-from tests.harness.cells import Capture, Command, error_of, lines_of, rows
+from tests.harness.cells import Capture, Command, lines_of, rows
 
 TASK = ("task=fidelity", "task.length=200", "task.tokens=8")
 
@@ -69,17 +69,3 @@ def test_prompts_of_a_file(command: Command, tmp_path: Path) -> None:
     assert command(*TASK, f"task.source={file}", "task.shortest=150", "method=streaming") == 0
     sent = lines_of(tmp_path / "out")
     assert len(sent) == 2 and all(150 <= line["prompt_tokens"] <= 200 for line in sent)
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("task.source=nowhere",), "task.source=nowhere: must be book, a .jsonl"),
-        (("task.tokens=1",), "task.tokens=1: must be at least 2"),
-        (("decode.temperature=1",), "no token is drawn"),
-    ],
-)
-def test_what_is_wrong_is_one_line(
-    command: Command, no_model: None, capsys: Capture, words: tuple[str, ...], said: str
-) -> None:
-    assert said in error_of(capsys, command("method=full", *TASK, *words))

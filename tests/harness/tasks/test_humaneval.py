@@ -33,5 +33,4 @@ def test_constructed_functions_pass_and_early_exits_do_not(tokenizer: Any) -> No
     _, tasks = build("humaneval", {"source": "constructed", "execute": True}, tokenizer, limit=3)
     for doc in tasks["humaneval"][1]:
         assert humaneval.process_results(doc, [doc["answer"]]) == {"pass@1": 1.0}
-    assert humaneval.process_results(doc, ["    return 0\nraise SystemExit(0)\n"]) == {"pass@1": 0.0}
     assert humaneval.process_results(doc, ["    return 0\nimport os\nos._exit(0)\n"]) == {"pass@1": 0.0}

@@ -56,9 +56,7 @@ def test_classification() -> None:
     assert metrics.classification("Animal Food", "Animal", classes) == 0.5
     assert metrics.classification("Food and drink", "Food and drink", classes) == 1.0  # "Food" is part of the right one
     assert metrics.classification("nothing", "Animal", classes) == 0.0
-
-
-def test_a_class_right_after_a_removed_one_is_skipped_as_in_the_official_code() -> None:
+    # a class right after a removed one is skipped, as in the official code
     assert metrics.classification("a b c", "a b c", ["a", "b", "a b c"]) == 0.5
 
 

@@ -141,7 +141,6 @@ def test_a_wrong_file_is_one_line(command: Command, tmp_path: Path, no_model: No
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        ([], "task.source=null: must be a file of prompts"),
         (["task.source={folder}"], "holds no .txt file"),
         (["task.source={file}", "task.fields={{promt: a}}"], "task.fields=promt: unknown field; did you mean prompt?"),
         (["task.source={file}", "task.fields={{prompt: 3}}"], "task.fields=3: must be the name"),
