@@ -97,9 +97,6 @@ def test_latency_of_a_batch(tmp_path: Path, capsys: Capture) -> None:
     assert "tokens/s" in capsys.readouterr().out
 
 
-# -- prefill_chunk: the same answers and folders as without, what auto chooses, and what a plan makes of it ------------
-
-
 CONFIG = LlamaConfig(
     hidden_size=64,
     intermediate_size=256,

@@ -33,7 +33,7 @@ from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
 from pqcache.harness.tasks.ruler.files import GENERATED
 from pqcache.harness.tasks.sources import DataSet
 from pqcache.outside import read_json
-from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned, status
+from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned
 from tests.harness.made_rows import make_rows, sample
 
 Change = Callable[[dict[str, Any]], Any]
@@ -52,8 +52,6 @@ def cell(tmp_path: Path) -> Cell:
     (cell.folder / "config.yaml").write_text(cell.yaml())
     return cell
 
-
-# -- rows and samples: one schema with ranges --------------------------------------------------------------------------
 
 LINES: dict[str, Any] = {
     "negative tokens": {"prompt_tokens": -5},
@@ -152,8 +150,6 @@ def test_a_metric_of_lm_eval_has_its_own_range() -> None:
     )
 
 
-# -- special files and endless input -----------------------------------------------------------------------------------
-
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a configuration": ("config.yaml", lambda path: read_config(path.parent)),
     "a row": ("row.json", read_row),
@@ -217,19 +213,6 @@ def test_yaml_that_grows_is_refused(tmp_path: Path, case: str) -> None:
     assert read_config(tmp_path) is None
 
 
-def test_an_odd_folder_stops_no_other(command: Command, tmp_path: Path, capsys: Capture) -> None:
-    words = ("-m", "method=full,streaming,oracle", "limit=1", "shared_prefill=false")
-    assert command(*words) == 0
-    (full,), (oracle,) = ((tmp_path / "out").glob(f"*__{name}__*") for name in ("full", "oracle"))
-    for path in (full / "samples.jsonl", full / "row.json", oracle / "config.yaml", oracle / "owner.json"):
-        path.unlink()
-        os.mkfifo(path)
-    assert command(*words) == 1
-    said = capsys.readouterr().err
-    assert "samples.jsonl: is no regular file" in said and "Traceback" not in said
-    assert {status(tmp_path / "out")[name]["status"] for name in ("streaming", "oracle")} == {"ok"}
-
-
 FLAT = ["needle", "files", "ruler", "prompt"]
 
 
@@ -284,8 +267,6 @@ def test_constructed_rows_that_stay_too_long_are_given_up() -> None:
     with pytest.raises(ValueError, match="too small for a row of qasper with this tokenizer"):
         longbench.construct("qasper", 1, 1_000_000, 0, lambda text: 980_001 if len(text) > 300 else 20_000)
 
-
-# -- texts of others, data that cannot be graded -----------------------------------------------------------------------
 
 TEXTS = ["\ud800", "a\udfffb", "\0", "\x1b[2J", "\u202e", "\ud83d", "\udc00\ud800", "\x9b", "\u2028", "\ufeff"]
 

@@ -77,9 +77,6 @@ def test_every_item_and_experiment_is_listed(repo: Path) -> None:
             assert f"`{name}`" in page and f" | {name} | 0 of " in lines
 
 
-# -- the numbers of the papers' texts ----------------------------------------------------------------------------------
-
-
 @pytest.mark.rest
 def test_numbers_of_the_text_agree_with_the_papers_own_tables() -> None:
     """Where a text compares two numbers of a printed table, the same comparison gives the text's number."""

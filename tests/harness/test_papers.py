@@ -111,9 +111,6 @@ def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: py
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-# -- columns that are computed from a row or from two: against numbers worked by hand ----------------------------------
-
-
 @dataclass
 class Line:
     """As much of a cell as a derived column looks at."""
@@ -176,9 +173,6 @@ def test_random_weights_have_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) ->
         assert models.random_dtype({**options, "device": "cpu"}) == "float32"
         assert models.random_dtype({**options, "dtype": "bfloat16"}) == "bfloat16"
         assert models.dtype_name(None, {**options, "name": "embedded"}) == "float32"  # type: ignore[arg-type]
-
-
-# -- the papers' numbers: readable, complete, and their printed averages recomputed ------------------------------------
 
 
 # printed averages that are not the mean of their own datasets: (printed, recomputed)

@@ -64,9 +64,6 @@ def test_interval_agrees_with_the_normal_approximation() -> None:
     assert high == pytest.approx(50 + half, abs=0.25)
 
 
-# -- the comparison with Full: of like runs alone, computed once, with the reason where there is none ------------------
-
-
 def full_and_oracle() -> list[Row]:
     made = make_rows(
         plan("-m method=full,oracle budget=0.1"), {"full": [100.0, 80.0, 60.0], "oracle": [90.0, 60.0, 70.0]}

@@ -117,9 +117,6 @@ def test_rows_beside_their_budget_are_marked_with_the_methods_own_rule(
     assert (frame.budget_mark(row) == "*") == ("  budget    *" in text) == ("\n* " in caption) == bool(remark)
 
 
-# -- pooling over seeds: samples of one number in two seeds are two samples, and each is compared with its own Full ----
-
-
 def test_seeds_pool_and_pair(tmp_path: Path) -> None:
     for seed, full, own in ((0, [100, 100], [90, 100]), (1, [80, 100], [80, 80])):
         make_row(tmp_path, "full", {"t": full}, seed=seed)
@@ -132,9 +129,6 @@ def test_seeds_pool_and_pair(tmp_path: Path) -> None:
     *_, line = pooled_table(rows_under(tmp_path)).splitlines()
     assert line.split()[:4] == ["pqcache", "1", "4", "87.5"] and line.endswith("n/a")  # a seed without Full
     assert pooled_table(rows_under(tmp_path)[:1]) == ""
-
-
-# -- the end of an experiment with `summary:`: one sentence about its method and a picture, from rows made by hand -----
 
 
 MIB = 2**20

@@ -78,9 +78,6 @@ def test_ruler_scores() -> None:
     assert process_results({**doc, "family": "vt"}, ["It was bernadette."]) == {"found": 0.5}
 
 
-# -- files of RULER's own generator ----------------------------------------------------------------------------------------
-
-
 def generated(family: str, number: int = 0, **changes: Any) -> tuple[dict[str, Any], dict[str, Any]]:
     """(a constructed row, the same row as the generator writes it)"""
     row = constructed_row(family, Random(f"{family}{number}"), 3, 4096)
