@@ -11,12 +11,11 @@ import torch
 from lm_eval.api.instance import Instance
 
 from pqcache.harness.config.options import RunOptions
-from pqcache.harness.run import adapter as adapter_module
 from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog
 from pqcache.registry import method_class
-from tests.harness.cells import ask, watch
+from tests.harness.cells import ask
 from tests.harness.made_rows import sample
 
 
@@ -71,8 +70,14 @@ def test_a_special_token_as_stop_string(loaded: LoadedModel, log: SampleLog, mon
     special = loaded.tokenizer.convert_ids_to_tokens(3)
     assert special in loaded.tokenizer.all_special_tokens
     seen: dict[str, Any] = {}
-    watch(monkeypatch, adapter_module, "generate", lambda *_, **options: seen.update(options))
-    adapter(loaded, log).generate_until([ask("Where?", until=[special])])
+
+    def fake(model: Any, method: Any, input_ids: Any, **options: Any) -> Any:
+        seen.update(options)
+        raise InterruptedError
+
+    monkeypatch.setattr("pqcache.harness.run.adapter.generate", fake)
+    with pytest.raises(InterruptedError):
+        adapter(loaded, log).generate_until([ask("Where?", until=[special])])
     assert 3 in seen["eos_token_ids"]
     assert seen["max_new_tokens"] == 256
 
@@ -83,14 +88,19 @@ def test_only_greedy(loaded: LoadedModel, log: SampleLog) -> None:
 
 
 def test_a_random_step_does_not_depend_on_the_samples_before(
-    loaded: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    loaded: LoadedModel, log: SampleLog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[float] = []
-    watch(monkeypatch, adapter_module, "generate", lambda *_, **__: seen.append(float(torch.rand(()))))
+
+    def fake(*_: Any, **__: Any) -> Any:
+        seen.append(float(torch.rand(())))
+        raise InterruptedError
+
+    monkeypatch.setattr("pqcache.harness.run.adapter.generate", fake)
     for doc_id in (1, 2, 1):
         torch.rand(doc_id)
-        with SampleLog(tmp_path / str(len(seen))) as log:
-            adapter(loaded, log, seed=4).generate_until([ask("Where?", doc_id, max_gen_toks=1)])
+        with pytest.raises(InterruptedError):
+            adapter(loaded, log, seed=4).generate_until([ask("Where?", doc_id)])
     assert seen[0] == seen[2] != seen[1]
 
 

@@ -148,4 +148,4 @@ def test_answers(call: Command, tmp_path: Path, how: str, on: Any, monkeypatch: 
 
 def test_a_task_of_which_nothing_is_left_fails_and_says_so(call: Command, tmp_path: Path, capsys: Capture) -> None:
     assert call("method=full", "task.name=my_answers", longest=9) == 1
-    assert "all 5 samples are too long" in capsys.readouterr().err and not list(tmp_path.glob("out/*/row.json"))
+    assert "all 5 samples are too long" in capsys.readouterr().err
