@@ -83,18 +83,6 @@ def test_what_stays(name: str, pick: Pick) -> None:
         torch.testing.assert_close(out[row : row + 1].float(), want, atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTORS if "alternate" not in name])  # its anchor counts the heads
-def test_heads(name: str) -> None:
-    """Repeated query heads change nothing; permuted groups give permuted choices."""
-    for seed, s in enumerate((8, 33, 60)):
-        q, k, v = draw_inputs(1, 3, 3, s, torch.float32, seed)
-        method, order = make(name, 0.3), [2, 0, 1]
-        mha = held(OneLayer(method, k, v, 3, q=q).layer)
-        assert held(OneLayer(method, k, v, 6, q=q.repeat_interleave(2, 1)).layer) == mha
-        permuted = OneLayer(method, k[:, order], v[:, order], 3, q=q[:, order]).layer
-        assert held(permuted) == [mha[i] for i in order]
-
-
 @pytest.mark.parametrize(
     "method",
     [

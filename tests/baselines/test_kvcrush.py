@@ -7,7 +7,7 @@ import torch
 
 from baselines.kvcrush import ANCHORS, KVCrush, kmeans_representatives, top_mask
 from pqcache.selective import Budget, Plan
-from tests.baselines.drive import choose, prompt_of, random_scores
+from tests.baselines.drive import choose, random_scores
 from tests.drawn import Pick, examples
 
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
@@ -97,30 +97,6 @@ def test_pages_stay_whole(pick: Pick) -> None:
         for at in {slot // page for slot in paged}:
             assert set(range(at * page, (at + 1) * page)) <= set(paged)
         assert plan.total - page < len(slots) <= plan.total
-
-
-@pytest.mark.parametrize("reps", [128, 384])
-def test_the_shares_of_table_ii_at_every_prompt_length(reps: int) -> None:
-    """672 = 32 + 512 + 128, pages of 32, 64 lengths: the middle is always 512; a page that is not full shortens the window."""
-    options = {"n_sink": 32, "recent": 128}
-    table = {"budget": Budget(tokens=672), "protocol": "paper", "page": 32, "reps": reps}
-    method = KVCrush(base="h2o", base_options=options, **table)
-    totals = []
-    for s in range(700, 764):
-        plan = method.plan(s, 0, 32)
-        assert (plan.sinks, plan.k, plan.local) == (32, 512, 128)
-        prompt = prompt_of(random_scores(4, s, s), plan, h_kv=2)
-        ((kept, representatives),) = method.divide(prompt)
-        last = (s - 32) % 32
-        recent = 96 + last if last else 128
-        for head in range(2):
-            assert kept[head, :32].all() and kept[head, s - recent :].all()
-            middle = slice(32, s - recent)
-            important, others = int(kept[head, middle].sum()), int(representatives[head, middle].sum())
-            assert (important, others) == (512 - reps, reps)
-        totals.append(32 + 512 + recent)
-        assert int((kept | representatives)[0].sum()) == totals[-1]
-    assert (min(totals), max(totals), totals.count(672)) == (641, 672, 2)
 
 
 def test_paged_h2o_is_pages_by_summed_scores() -> None:

@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import PreTrainedModel
 
 from baselines.oracle import Oracle
 from baselines.sparq import SparQ, largest_components, partial_logits
-from pqcache.api.drive import logits, tokens
 from pqcache.selective import Budget
 from pqcache.selective.group import group_reduce
 from tests.baselines.common import OneLayer
@@ -78,12 +76,3 @@ def test_reallocation_is_the_published_blend() -> None:
         share = (x[:, part] @ query[part] / tau).softmax(0)[kept].sum()
         exact = (x[kept] @ query * 8**-0.5).softmax(0) @ values[head // 2][kept]
         torch.testing.assert_close(out[head], share * exact + (1 - share) * values[head // 2].mean(0))
-
-
-def test_the_release_sums_logits(llama: PreTrainedModel) -> None:
-    """The released comparison's ranking is that of reduce=sum_logit, and not that of the softmaxes."""
-    prompt, steps = [tokens(120, 1)], [[t] for t in tokens(4, 3)]
-    hyper: dict[str, Any] = {"budget": Budget(ratio=0.2), "n_sink": 4, "r": 2}
-    release = logits(llama, SparQ(protocol="release", **hyper), prompt, steps)
-    assert torch.equal(release, logits(llama, SparQ(protocol="paper", reduce="sum_logit", **hyper), prompt, steps))
-    assert not torch.equal(release, logits(llama, SparQ(protocol="paper", **hyper), prompt, steps))

@@ -173,13 +173,6 @@ def test_generate_records_its_steps(llama: PreTrainedModel, replays: list[int], 
 
 
 @pytest.mark.rest
-def test_drawn_answers_are_recorded(llama: PreTrainedModel, replays: list[int]) -> None:
-    how = {"sampling": Sampling(temperature=1.5, key="a"), "max_new_tokens": 11}
-    drawn = [answer(llama, Full(), graph=graph, **how)[0] for graph in ("off", "auto")]
-    assert drawn[0] == drawn[1] != answer(llama, Full(), graph="off")[0] and len(replays) == 8
-
-
-@pytest.mark.rest
 def test_batches_are_recorded_and_again_after_rows_have_left(llama: PreTrainedModel, replays: list[int]) -> None:
     """One row of two ends with its 12th token; a question's tokens are fed one by one. The last steps are too few."""
     requests = [Request(tokens(30, 0), 12, question_tokens=2), Request(tokens(24, 1), 24)]

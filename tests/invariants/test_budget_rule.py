@@ -17,7 +17,6 @@ from pqcache.registry import METHODS
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from pqcache.selective.budget import RULES, floor_share, refreshed_to
 from pqcache.selective.column_sums import QueryWindow
-from pqcache.selective.evictor import share_out
 from tests.invariants.cases import CASES, Case
 
 SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
@@ -52,12 +51,6 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
 @pytest.mark.parametrize("usual", USUAL)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
     check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("prompt", [SHORT, LONG])
-def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, prompt: int) -> None:
-    check(llama, case, prompt, 600)
 
 
 @pytest.mark.parametrize(  # B - 64, and B / 2 where that is more
@@ -147,13 +140,6 @@ def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str)
             assert now == plans
             assert {*now} == {floor_share(80 + step, 0.25)}, step
     assert case.cls(budget=Budget(ratio=0.25), **hyper).effective_rule == "prompt"
-
-
-def test_what_the_layers_together_keep() -> None:
-    assert share_out([30, 20, 10], [100, 100, 100]) == [30, 20, 10]
-    assert share_out([30, 20, 10], [25, 100, 100]) == [25, 25, 10]  # what the first lacks goes to the next
-    assert share_out([10, 20, 30], [100, 100, 5]) == [35, 20, 5]  # from the last to the first
-    assert share_out([10, 10], [3, 4]) == [3, 4]
 
 
 def test_queries_see_entries_up_to_their_own_position() -> None:

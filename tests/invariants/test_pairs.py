@@ -7,9 +7,8 @@ import pkgutil
 import pytest
 
 import tests.invariants
-from pqcache.registry import METHODS, method_class
-from pqcache.selective import Method
-from tests.invariants.cases import SETTINGS, pairs
+from pqcache.registry import METHODS
+from tests.invariants.cases import pairs
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +27,3 @@ def test_every_method_meets_every_invariant(invariants: list[str]) -> None:
     assert len(invariants) > 15
     for test in invariants:
         assert {case.name for case, _ in pairs(test)} == METHODS.keys() - {"replay"}
-
-
-def test_settings_are_of_known_methods() -> None:
-    assert SETTINGS.keys() <= METHODS.keys()
-    assert all(issubclass(method_class(name), Method) for name in METHODS)

@@ -11,15 +11,9 @@ from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.api.drive import Session, logits, pad_left, tokens
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, NotApplicable, Request, SelectiveCache, attach, generate
-from pqcache.selective.decode import answer
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
 from tests.invariants.cases import SMALL, Case, each_kind
 from tests.invariants.conftest import build
-
-
-def test_outside_attach_the_cache_refuses(llama: PreTrainedModel) -> None:
-    with pytest.raises(RuntimeError, match="with attach"):
-        llama(torch.tensor([tokens(10, 1)]), past_key_values=SelectiveCache(llama, Full()))
 
 
 @torch.no_grad()
@@ -148,25 +142,6 @@ def test_crop_undoes_or_refuses_whole(model: PreTrainedModel, case: Case) -> Non
                 cache.crop(-1)
             assert [layer.get_seq_length() for layer in cache.layers] == [51] * len(cache.layers)
             assert cache.served[0].store.lengths == [51]
-
-
-@torch.no_grad()
-@each_kind
-def test_our_loop_and_generate_share_a_cache(llama: PreTrainedModel, kind: Case) -> None:
-    """A turn through our decode loop, the next one through model.generate."""
-    cache = SelectiveCache(llama, kind.noop())
-    first, second = torch.tensor([tokens(40, 1)]), torch.tensor([tokens(10, 2)])
-    with attach(llama):
-        (row,), _ = answer(llama, cache, [Request(first[0].tolist(), 5)])
-        history = torch.cat([first, torch.tensor([row.tokens]), second], 1)
-        options = {
-            "do_sample": False,
-            "eos_token_id": None,
-            "max_new_tokens": 6,
-            "attention_mask": torch.ones_like(history),
-        }
-        ours = llama.generate(history, past_key_values=cache, **options)
-    assert torch.equal(ours, llama.generate(history, **options))
 
 
 @pytest.mark.rest

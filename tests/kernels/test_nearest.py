@@ -5,7 +5,6 @@ import torch
 
 from baselines.clusterkv.clusters import DISTANCES, cluster_points
 from pqcache import kernels
-from pqcache.pq.kmeans import initial_positions, kmeans
 from tests.drawn import examples
 from tests.threads import threads
 
@@ -69,23 +68,6 @@ def test_it_does_not_matter_who_computes_or_how_points_are_stored():
     chosen = torch.tensor([2, 0])
     some = nearest.nearest(x, x[chosen, :20], zero[chosen], [2, 0], add=True)
     assert equal(some, tuple(part[chosen] for part in expected))
-
-
-@pytest.mark.parametrize("offset", [0.0, 30.0])
-@pytest.mark.parametrize(("n", "c"), [(3000, 16), (700, 64), (90, 64)])
-def test_lloyd_gives_the_plain_version_s_clusters(n, c, offset):
-    x = points(4, n, 8, 3, offset)
-    init = x[:, initial_positions(n, c, 0)]
-    native = kmeans(x, init, 7)
-    with kernels.plain_torch():
-        plain = kmeans(x, init, 7)
-    assert native.rounds == plain.rounds
-    assert (native.codes != plain.codes).float().mean() < 1e-3
-
-    def inertia(result):
-        return (x - result.centroids.gather(1, result.codes[..., None].expand_as(x))).square().sum().item()
-
-    assert inertia(native) == pytest.approx(inertia(plain), rel=1e-4)
 
 
 @pytest.mark.parametrize("distance", DISTANCES)
