@@ -75,12 +75,6 @@ def test_without_representatives_it_is_its_base(base: str) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_few_candidates_for_a_page() -> None:
-    """Fewer candidates than a page: the newest stay, up to the budget."""
-    (slots,) = choose(crush(page=32), random_scores(2, 30, 5), Plan(2, 4, 10), h_kv=1)
-    assert slots == [0, 1, *range(16, 30)]
-
-
 @examples(24)
 def test_pages_stay_whole(pick: Pick) -> None:
     page, sinks, local = (pick([2, 8, 32]), pick(0, 3), pick(1, 9))

@@ -53,6 +53,12 @@ def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, promp
     check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("prompt", [SHORT, LONG])
+def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, prompt: int) -> None:
+    check(llama, case, prompt, 600)
+
+
 @pytest.mark.parametrize(  # B - 64, and B / 2 where that is more
     ("budget", "lower"), [(160, 96), pytest.param(96, 48, marks=pytest.mark.rest)]
 )

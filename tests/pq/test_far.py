@@ -10,13 +10,10 @@ from transformers import PreTrainedModel
 from baselines.combined.two_stage import TwoStage
 from pqcache.api.drive import Session, tokens
 from pqcache.pq import PQCache
-from pqcache.pq.far import FarCodes
 from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.retrieval import RetrievalLayer
-from pqcache.store.buffer import Buffer
 from pqcache.store.lanes import TO_DEVICE, Lanes, Work
-from tests.drawn import Pick, examples
-from tests.store.test_lanes import run, slow
+from tests.store.test_lanes import run
 from tests.thin import thin
 
 
@@ -92,37 +89,3 @@ def test_codes_are_sent_while_the_layer_before_runs(llama: PreTrainedModel) -> N
     for layer in cache.layers:
         assert isinstance(layer, RetrievalLayer)
         assert layer.index.far.near is None and layer.index.far.coming is None
-
-
-@examples(15)
-def test_a_copy_is_never_stale(pick: Pick) -> None:
-    """Slow lanes, copies begun and forgotten, buffers that grow: what a step takes is what was ever coded."""
-    seed, lengths, dtype = pick.seed, pick.some(1, 40), pick([torch.uint8, torch.int16])
-    generator = torch.Generator().manual_seed(seed)
-    n, lines = len(lengths), 4
-    lanes = slow(seed, most_ms=1.0)
-    far = FarCodes(torch.device("cpu"), lanes, lambda kind, nbytes: None)
-    codes = Buffer(n, lines, (), dtype, torch.device("cpu"), step=4, token_major=True)
-    truth = torch.randint(0, 200, (n, lines, max(lengths) + 12), generator=generator).to(dtype)
-    codes.write(truth[..., : max(lengths)], [0] * n, [max(lengths)] * n)
-    far.tokens = max(lengths)
-    centroids = torch.randn(n, 2, 2, 4, 3, generator=generator)
-    for step in range(12):
-        if step % 3:
-            far.start(centroids, codes)
-        if step % 4 == 1:
-            far.settle()  # as before rows are reordered
-        if step % 5 == 2:  # centroids of another turn
-            far.settle()
-            centroids = torch.randn(centroids.shape, generator=generator)
-        near = far.take(centroids, codes)
-        starts = [length + step for length in lengths]
-        far.append(codes, torch.stack([truth[r, :, start] for r, start in enumerate(starts)]), starts)
-        assert torch.equal(near[0], centroids)
-        for row, start in enumerate(starts):
-            assert torch.equal(near[1][row, :, : start + 1][:, lengths[row] :], truth[row, :, lengths[row] : start + 1])
-        far.end_step()
-    far.settle()
-    for row, length in enumerate(lengths):
-        assert torch.equal(codes.data[row, :, length : length + 12], truth[row, :, length : length + 12])
-    lanes.close()

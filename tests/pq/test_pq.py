@@ -32,14 +32,6 @@ def test_scores_are_inner_products_with_decoded_keys(m: int, b: int) -> None:
     )
 
 
-def test_codes_are_nearest_centroids() -> None:
-    keys, centroids, codes = fitted()
-    points = codebook.split(keys, 2).view(1, 2, 2, 200, 8)
-    distance = torch.cdist(points, centroids)
-    nearest = distance.gather(-1, codes[..., None])[..., 0]
-    torch.testing.assert_close(nearest, distance.amin(-1), rtol=0, atol=1e-5)
-
-
 def _inertia(x: torch.Tensor, centroids: torch.Tensor) -> float:
     return float((assign(x, centroids)[1] + x.square().sum(-1)).sum())
 

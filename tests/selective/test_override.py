@@ -11,13 +11,9 @@ from pqcache.selective.override import overriding
 # method, hyper-parameters, budget, prompt -> the hyper-parameter that is named
 OVERRIDDEN: list[tuple[str, dict[str, Any], float | int, int, str]] = [
     ("oracle", {"n_sink": 2000}, 0.2, 2048, "n_sink=2000"),
-    ("oracle", {"n_sink": 400, "recent_ratio": 0.1}, 0.1, 2048, "n_sink=400"),
-    ("pqcache", {"n_sink": 3000, "m": 4}, 0.8, 4096, "n_sink=3000"),
     ("streaming", {"n_sink": 900}, 0.2, 2048, "n_sink=900"),
-    ("h2o", {"n_sink": 900}, 0.2, 2048, "n_sink=900"),
     ("h2o_c", {"comm_ratio": 1.0}, 0.2, 2048, "comm_ratio=1.0"),
     ("snapkv", {"n_sink": 900}, 0.2, 2048, "n_sink=900"),
-    ("pyramidkv", {"n_sink": 900}, 0.2, 2048, "n_sink=900"),
     ("clusterkv", {"n_sink": 900}, 0.2, 2048, "n_sink=900"),
     ("quest", {"page": 100_000}, 0.2, 2048, "page=100000"),
     ("quest", {"page": 2048}, 512, 8192, "page=2048"),
@@ -33,16 +29,12 @@ OVERRIDDEN: list[tuple[str, dict[str, Any], float | int, int, str]] = [
 
 OBEYED: list[tuple[str, dict[str, Any], float | int, int]] = [
     ("oracle", {"n_sink": 0}, 0.2, 2048),
-    ("oracle", {"n_sink": 128}, 0.2, 2048),
     ("oracle", {"n_sink": 64}, 0.05, 2048),
     ("oracle", {"n_sink": 64}, 0.2, 60),  # a short prompt
     ("oracle", {"n_sink": 500}, 512, 8192),  # a token budget includes the sinks
     ("oracle", {"n_sink": 2000}, 1.0, 2048),  # everything was asked for
     ("h2o", {"recent": 1500}, 0.2, 2048),  # the window is part of the budget
-    ("snapkv", {"w": 1500}, 0.2, 2048),
-    ("quest", {"page": 64}, 0.2, 2048),
     ("quest", {"page": 400}, 0.2, 2048),
-    ("infllm", {"block": 64}, 0.2, 2048),
     ("infllm", {"block": 256, "recent_ratio": 0.25}, 0.2, 2048),  # blocks are rounded up
     ("kvcrush", {"reps": 2000}, 0.2, 2048),
     ("two_stage", {"shortlist": 100.0}, 0.2, 2048),

@@ -1,5 +1,8 @@
 """Soft-capped scores and attention sinks: every path against the formula, softmax over [cap * tanh(logits / cap), sink]."""
 
+import contextlib
+from typing import Any
+
 import pytest
 import torch
 
@@ -66,7 +69,8 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6)
 
 
-def test_a_block_of_a_prompt_and_what_its_keys_receive(scaling: Scaling) -> None:
+@pytest.mark.parametrize("switch", [contextlib.nullcontext, kernels.plain_torch])
+def test_a_block_of_a_prompt_and_what_its_keys_receive(scaling: Scaling, switch: Any) -> None:
     q, k, v = draw(150, 190, D_V)
     seen = causal(150, 190)
     expected = weights(q, k, seen, scaling)
@@ -74,7 +78,8 @@ def test_a_block_of_a_prompt_and_what_its_keys_receive(scaling: Scaling) -> None
     close(standard_probabilities(q, k, None, scaling), expected)
     masked = seen & (torch.arange(190) > 20)
     close(attend_exactly(q, k, v, masked[None, None], scaling), values(weights(q, k, masked, scaling), v))
-    out, sums = attend_and_sum(q, k, v, scaling)
+    with switch():
+        out, sums = attend_and_sum(q, k, v, scaling)
     close(out, values(expected, v))
     close(sums, expected.sum(2))
     window = QueryWindow(5)

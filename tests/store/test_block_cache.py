@@ -13,6 +13,7 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach
 from pqcache.store.block_cache import BlockCacheStore
 from pqcache.store.host import HostStore
+from pqcache.store.row_cache import KEPT, RowCacheStore
 from tests.baselines.common import RETRIEVERS, random_layer
 from tests.drawn import Pick, examples
 from tests.store.cache_tables import check_cache, held
@@ -100,6 +101,17 @@ def test_the_published_lfu_trace() -> None:
     assert step(e, f) == {a, f}  # one newcomer drives out the other
     slot = {block: s for s, block in enumerate(store.content[0].tolist())}
     assert [int(store.uses[0, slot[x]]) for x in (a, f)] == [2, 1]
+
+
+def test_credits_by_hand() -> None:
+    """Room for one token. A row's credit is 1 for each step that reads it, 0.95 of that a step later: 1.95, 1.85, 1.76."""
+    store, x = RowCacheStore(0, 1, lambda kind, nbytes: None, 1), torch.randn(1, 1, 20, 3)
+    store.load(x, x, [20])
+    assert KEPT == 0.95
+    for read, cached in ((5, 5), (5, 5), (7, 5), (7, 7), (5, 5)):  # 1 < 1.85; 1.95 > 1.76; 2.67 > 1.85
+        store.append(x[:, :, :1], x[:, :, :1])
+        store.fetch(torch.tensor([[[read]]]), 1)
+        assert store.content.flatten().tolist() == [cached], store.credit
 
 
 @pytest.mark.parametrize("name", thin(POLICIES, 4))

