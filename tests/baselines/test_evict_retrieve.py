@@ -55,15 +55,6 @@ def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retri
     torch.testing.assert_close(conversation(llama, both("h2o", retrieve, 1.0, options=options)), alone)
 
 
-@pytest.mark.parametrize("evict", EVICTORS)
-@pytest.mark.parametrize("retrieve", ["oracle", "clusterkv"])
-def test_attending_everything_is_the_evictor_alone(llama: PreTrainedModel, evict: str, retrieve: str) -> None:
-    alone = conversation(llama, method_class(evict)(budget=Budget(ratio=0.4), **EVICTORS[evict]))
-    for budget in (Budget(ratio=1.0), Budget(tokens=4000)):
-        method = both(evict, retrieve, 0.4, budget=budget, options={"store": "host"}, budget_rule="prompt")
-        torch.testing.assert_close(conversation(llama, method), alone)
-
-
 @examples(24)
 def test_a_step_attends_chosen_entries_of_what_the_evictor_alone_holds(pick: Pick) -> None:
     """Held: the evictor's tokens, bit by bit, and all generated ones. Attended: sinks, window and k others of them."""

@@ -112,7 +112,6 @@ WORKED = {
         TwoStage(first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH),
         816, 3.19, 1665, (5 * 816 + 32 + 1) * 8 * 2, TOKEN + 2048, 8160 * TOKEN + S * 2048,
     ),
-    # InfLLM chooses whole blocks for all heads: 7 x 512 KiB = 3.5 MiB, tests/baselines/test_infllm_store.py
 }  # fmt: skip
 
 

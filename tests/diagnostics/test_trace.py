@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from baselines.replay import Replay
 from pqcache.api.drive import tokens
-from pqcache.diagnostics import Trace, TraceRecorder, prompt_hash
+from pqcache.diagnostics import Trace, TraceRecorder
 from pqcache.selective import Method, generate
 from tests.invariants.cases import BY_ID, CASES
 from tests.invariants.conftest import build
@@ -64,17 +64,6 @@ def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: 
     assert trace.steps == 11 + question
     (indices, *_), chosen = trace.layer(2), [x.indices for at, x in recorded if at == 2 and x is not None]
     assert indices.indices is None or indices.indices.shape[1] == chosen[-1].shape[1]
-
-
-def test_what_the_file_says(llama: PreTrainedModel, tmp_path: Path) -> None:
-    path = tmp_path / "a.trace.safetensors"
-    record(llama, METHODS["dense-layers"], path)
-    header = Trace(path).header
-    assert header["version"] == "1"
-    assert header["prompt_sha256"] == prompt_hash(PROMPT[0], 80)
-    assert header["geometry"] == {"n_layers": 3, "h": 4, "h_kv": 2, "d": 16}
-    assert (header["prompt_tokens"], header["steps"], header["sinks"], header["dense_layers"]) == (80, 11, 8, 2)
-    assert header["sample"] == {"method": "sparq"}
 
 
 def test_a_folder_of_traces_serves_each_its_prompt(llama: PreTrainedModel, tmp_path: Path) -> None:

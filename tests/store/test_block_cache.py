@@ -85,24 +85,6 @@ def test_policies_equal_the_naive_model(pick: Pick) -> None:
         assert torch.equal(store.content[row, slot], block)
 
 
-def test_the_published_lfu_trace() -> None:
-    a, b, c, d, e, f = range(6)
-    store = cache_of(1, 2, 2, "lfu")
-
-    def step(*blocks: int) -> set[int]:
-        padded = [*blocks, *(39 - i for i in range(2 - len(blocks)))]
-        store.admit(torch.tensor([padded]), torch.tensor([[i < len(blocks) for i in range(2)]]))
-        return held(store, 0)
-
-    assert step(a) == {a} and step(b) == {a, b}
-    assert step(a) == {a, b}
-    assert step(c) == {a, c}
-    assert step(d) == {a, d}
-    assert step(e, f) == {a, f}  # one newcomer drives out the other
-    slot = {block: s for s, block in enumerate(store.content[0].tolist())}
-    assert [int(store.uses[0, slot[x]]) for x in (a, f)] == [2, 1]
-
-
 def test_credits_by_hand() -> None:
     """Room for one token. A row's credit is 1 for each step that reads it, 0.95 of that a step later: 1.95, 1.85, 1.76."""
     store, x = RowCacheStore(0, 1, lambda kind, nbytes: None, 1), torch.randn(1, 1, 20, 3)

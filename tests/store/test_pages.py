@@ -1,6 +1,5 @@
 import mmap
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -35,12 +34,3 @@ def test_a_large_buffer_asks_for_large_pages_and_a_small_tensor_gets_none() -> N
     large.reserve(100_000)
     assert advised(large.data)
     assert not large.data.any()
-
-
-@linux
-def test_on_another_system_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "platform", "darwin")
-    fresh = mmap.mmap(-1, 64 << 20)  # memory of the allocator may have been a buffer's before
-    data = torch.frombuffer(fresh, dtype=torch.float32)
-    pages.advise(data)
-    assert not advised(data)
