@@ -122,6 +122,7 @@ class DuoAttention(RaggedMethod):
     def validate(self) -> None:
         self.require("n_sink", (self.n_sink or 0) >= 0, "an int >= 0")
         self.require("steps", (self.steps or 0) >= 1, "an int >= 1")
+        self.require("pattern", self.pattern is None or Path(self.pattern).expanduser().is_file(), "null or a file")
 
     def setup(self) -> None:
         # attention module -> gates of all layers (layers, h_kv), and its own layer

@@ -21,7 +21,7 @@ from pqcache.harness.config.compose import compose_all
 from tests.harness.conftest import make_tiny_model
 from tests.project.pages import FILLED_IN, REPO, typed
 
-# Not run here: these need a hub, a cluster, a GPU or the network, or other tests run them.
+# Not run here: these need a hub, a cluster, a GPU, the network or a published file, or other tests run them.
 NOT_HERE = (
     "python run.py task=lm_eval task.name=",
     "python run.py -m task=lm_eval task.name=aime24",
@@ -30,6 +30,7 @@ NOT_HERE = (
     "python -m pytest tests/invariants -k keynorm",
     "python -m pqcache.harness.report.check",
     "python -m pqcache.harness.tasks.math_process.packages",
+    "python run.py method=duo_attention method.pattern=",
     "python scripts/",
 )
 # Words that make the inputs of a task shorter than smoke=true does.
