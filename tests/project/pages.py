@@ -12,6 +12,7 @@ FILLED_IN = {
     "<name>": "demo",
     "<a command>": "method=pqcache",
     **{name: f"{REPO}/docs/{name}" for name in ("my_prompts.jsonl", "my_chats.jsonl")},
+    "full_attention_heads.tsv": f"{REPO}/README.md",  # a file; what is in it is read with the model
     "...": "method=pqcache",
     "<that cell's folder>": "{folder}",
     "<folder>": "{folder}",
