@@ -35,7 +35,7 @@ from pqcache.selective.column_sums import BLOCK, accumulator_dtype
 from pqcache.selective.evictor import join_rows
 from pqcache.selective.group import top_tokens
 from pqcache.selective.layer import LayerContext, SelectiveLayer
-from pqcache.selective.method import Method
+from pqcache.selective.method import OnePass
 from pqcache.selective.placement import home
 from pqcache.selective.ragged import RaggedLayer, RaggedMethod
 from pqcache.selective.scorer import Prompt
@@ -45,6 +45,7 @@ from pqcache.selective.staged import StagedLayer
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+# the authors' instruction: scores depend on its words
 FIRST = "\n\nRepeat the previous context exactly."
 NEXT = "\n\nRepeat the part of the previous context exactly, starting with "
 LED = 8  # tokens before a part that the instruction names
@@ -94,17 +95,6 @@ class RepeatLayer(SelectiveLayer):
 
     def tensors(self) -> dict[str, list[torch.Tensor]]:
         return {"device": [self.scores]}
-
-
-class Repetition(Method):
-    """The method of one row's pass."""
-
-    def __init__(self, layers: list[RepeatLayer]) -> None:
-        super().__init__()
-        self.made = layers
-
-    def layers(self, shape: ModelShape) -> list[Any]:
-        return self.made
 
 
 class ZipLayer(RaggedLayer):
@@ -228,7 +218,7 @@ class KVzip(RaggedMethod):
             hi = min(s, lo + self.chunk)
             asked, led = self.asked[lo > sinks], ids[max(sinks, lo - LED) : lo] if self.asked[0] else ids[:0]
             tokens = torch.cat([ids.new_tensor(asked), led, ids.new_tensor(self.asked[2]), ids[lo:hi]])
-            again = SelectiveCache(decoder.config, Repetition(layers))
+            again = SelectiveCache(decoder.config, OnePass(layers))
             again.begin([s])
             again.window = None  # where all layers slide, prompt and answer fit into it; the pass goes beyond
             again.columns, again.past = s, [s]

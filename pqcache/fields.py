@@ -174,7 +174,7 @@ def check_ranges(options: Any) -> None:
         for one in (kind, *typing.get_args(kind)):
             if typing.get_origin(one) is Annotated and isinstance(value, int | float):
                 least, most = typing.get_args(one)[1:]
-                above = most < MOST and value > most  # what a method is given by code may be without an end
+                above = most < MOST and value > most  # MOST is for what is typed: code may pass any number
                 if above or not value >= least:
                     to = f" to {most:.8g}" if most < MOST else " on"
                     raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g}{to}")

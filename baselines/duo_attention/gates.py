@@ -12,7 +12,7 @@ from pqcache.selective.cache import SelectiveCache
 from pqcache.selective.calibration import Tensors, watch_text
 from pqcache.selective.group import per_head
 from pqcache.selective.layer import LayerContext, SelectiveLayer
-from pqcache.selective.method import Method
+from pqcache.selective.method import OnePass
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape
 
@@ -44,17 +44,6 @@ class GateLayer(SelectiveLayer):
         return {}
 
 
-class Gated(Method):
-    """The method of a training step."""
-
-    def __init__(self, layers: list[GateLayer]) -> None:
-        super().__init__()
-        self.made = layers
-
-    def layers(self, shape: ModelShape) -> list[Any]:
-        return self.made
-
-
 def with_passkeys(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """A text (t,) of the same length: KEYS passkeys in its beginning, and at its end once more."""
     t = len(text)
@@ -84,7 +73,7 @@ def train_gates(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Tensor
                 tokens = with_passkeys(ids[0].cpu(), draw)[None, -t:]
                 whole, full = attended(model, tokens)
                 layers = [GateLayer(i, shape, gates[i], out, seen) for i, out in enumerate(full)]
-                cache = SelectiveCache(model.config, Gated(layers))
+                cache = SelectiveCache(model.config, OnePass(layers))
                 mixed = model.get_decoder()(input_ids=tokens.to(device), past_key_values=cache, use_cache=True)[0]
                 distance = (mixed - whole)[:, -answers:].float().square().mean()
                 slope = min((step + 1) / max(1, steps // 5), 5 * (steps - step) / steps, 1)

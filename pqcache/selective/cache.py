@@ -295,17 +295,10 @@ class SelectiveCache(Request):
         """The attention module of this context is about to run: its layer's index and the next one's may start what they need."""
         self.bound = ctx.layer_idx
         layer, following = self.layers[ctx.layer_idx], self._following.get(ctx.layer_idx)
-        if (
-            (index := layer.index) is not None and index.ahead and layer.substitute is None
-        ):  # a substitute starts nothing early
-            index.on_layer_input(ctx)
-        if (
-            following is not None
-            and (index := following.index) is not None
-            and index.ahead
-            and following.substitute is None
-        ):
-            index.on_previous_input(ctx)
+        if begins_ahead(layer):
+            layer.index.on_layer_input(ctx)
+        if following is not None and begins_ahead(following):
+            following.index.on_previous_input(ctx)
 
     # -- rows -------------------------------------------------------------------------------------------------------
 
@@ -380,6 +373,11 @@ class SelectiveCache(Request):
             if (tier := tiers.get(buffer.data.untyped_storage().data_ptr())) is not None:
                 content[tier] -= buffer.slack
         return content
+
+
+def begins_ahead(layer: Any) -> bool:
+    """Whether a layer has an index that starts work before the layer runs. A substitute starts nothing early."""
+    return layer.substitute is None and layer.index is not None and layer.index.ahead
 
 
 class Joint(hybrid.HybridCache):

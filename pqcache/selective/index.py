@@ -132,9 +132,8 @@ class Index(RowState):
 
     reduce: str = "sum_softmax"  # how the scores of a group's query heads become one ranking, see selective.group
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
-    ahead: bool = (
-        True  # false: it begins nothing a layer ahead; on_previous_input, on_layer_input and end_step are not called
-    )
+    # whether it may begin a layer ahead; if not, on_previous_input, on_layer_input and end_step are not called
+    ahead: bool = True
 
     # -- what a method writes ---------------------------------------------------------------------------------------
 

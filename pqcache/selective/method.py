@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
@@ -252,3 +253,14 @@ class Method:
     def parts(self) -> tuple[Method, ...]:
         """The methods that this one is built on."""
         return ()
+
+
+class OnePass(Method):
+    """The method of a single forward pass, whose layers are made already."""
+
+    def __init__(self, layers: Sequence[SelectiveLayer]) -> None:
+        super().__init__()
+        self.made = list(layers)
+
+    def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
+        return self.made

@@ -7,10 +7,11 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.duo_attention import DuoAttention
-from baselines.duo_attention.gates import KEYS, Gated, GateLayer, attended, with_passkeys
+from baselines.duo_attention.gates import KEYS, GateLayer, attended, with_passkeys
 from baselines.full import Full
 from pqcache.api.drive import tokens
 from pqcache.selective import Budget, ModelShape, SelectiveCache, attach
+from pqcache.selective.method import OnePass
 from tests.baselines.drive import run
 from tests.baselines.test_ragged import TOKEN, kept
 
@@ -62,5 +63,5 @@ def test_gates_mix_full_and_streaming_attention(llama: PreTrainedModel) -> None:
     for gate, want in ((1.0, full), (0.0, streaming)):
         layers = [GateLayer(i, shape, torch.full((2,), gate), out, seen) for i, out in enumerate(outputs)]
         with attach(llama):
-            cache = SelectiveCache(llama.config, Gated(layers))
+            cache = SelectiveCache(llama.config, OnePass(layers))
             torch.testing.assert_close(llama.get_decoder()(input_ids=text[None], past_key_values=cache)[0], want)

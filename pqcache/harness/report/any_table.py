@@ -145,9 +145,8 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
         made[key] = [as_text(value) for value in made[key]] if key in made else ""
     records: list[Record] = made.to_dict("records")
     if "budget" in columns or ("budget" in lines and "method" not in lines):
-        budgets: dict[
-            tuple[str, str], dict[str, None]
-        ] = {}  # a method without one is shown at each of its model and task
+        # a method without a budget is shown at each of its model and task
+        budgets: dict[tuple[str, str], dict[str, None]] = {}
         for r in records:
             own_budgets = budgets.setdefault((r["model"], r["task"]), {})
             own_budgets |= {} if r["ignores_budget"] else {r["budget"]: None}
@@ -162,9 +161,8 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
     tables: dict[str, list[Record]] = {}
     records.sort(key=lambda r: [natural(r[key]) for key in down])
-    for record in sorted(
-        records, key=lambda r: [r["method"] != name for name in NOT_RANKED]
-    ):  # Full first, then Oracle
+    # Full first, then Oracle
+    for record in sorted(records, key=lambda r: [r["method"] != name for name in NOT_RANKED]):
         tables.setdefault(", ".join(record[key] for key in own if record[key]), []).append(record)
     firsts = [group[0] for group in groups]
     shown = (*own, *down, *columns, *UNTOLD, "budget", "dataset")

@@ -133,9 +133,8 @@ def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window
         chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
         for key, title in BY_STEP.items():
             every = pd.concat([pd.DataFrame(arrays[key][chosen].flatten(0, 1).numpy()) for arrays in samples])
-            mean = every.astype(
-                float
-            ).mean()  # where a step has no value there is no point; at the ends fewer are averaged
+            # where a step has no value there is no point; at the ends fewer are averaged
+            mean = every.astype(float).mean()
             values = mean.rolling(window, min_periods=1, center=True).mean().where(mean.notna()).tolist()
             place = f"{title}, budget {budget_text(row)}"
             parts.append(plots.series(name, range(1, len(values) + 1), values, panel=place))

@@ -106,10 +106,8 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
         task = cell.identity["task"]
         known = list(row["tasks"]) if row is not None and len(row["tasks"]) > 1 else task.get("datasets") or []
         names = [str(name).removeprefix(f"{task['name']}_") for name in known]
-        for (
-            metric,
-            where,
-        ) in columns.items():  # scores of each data set and their average; the others of the cell as a whole
+        # scores of each data set and their average; the others of the cell as a whole
+        for metric, where in columns.items():
             of_each = where == "score" and len(names) > 1
             for dataset in [*names, AVERAGE] if of_each else [str(task["name"])]:
                 if where.partition(":")[0] in OF_TWO:

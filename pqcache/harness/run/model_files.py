@@ -36,11 +36,8 @@ BELIEVED: dict[str, Any] = {
     **dict.fromkeys(("text_config", "quantization_config"), dict),
     **dict.fromkeys(("dtype", "torch_dtype", *ACTIVATIONS), str),
 }
-PARTS = (
-    "text_config",
-    "rope_parameters",
-    "rope_scaling",
-)  # that are looked into; of rotations also those of kinds of layers
+# that are looked into; of rotations also those of kinds of layers
+PARTS = ("text_config", "rope_parameters", "rope_scaling")
 HUB = (
     "cannot be loaded; set model.path to a local folder, or check the name, the network and, for a gated model, that its licence"
     " is accepted and `hf auth login` was run"

@@ -19,9 +19,8 @@ from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run.samples import DIFFERS, Sample
 
 DROPPED_STEPS = 2
-PAIR = (
-    "full_score paired_difference paired_interval paired_p paired_samples paired_with paired_reason".split()
-)  # with Full
+# with Full
+PAIR = "full_score paired_difference paired_interval paired_p paired_samples paired_with paired_reason".split()
 STEP_MEANS = ("context_tokens", "allowed_tokens")  # means over decode steps, to be compared with attended_tokens
 
 
