@@ -81,7 +81,7 @@ def test_every_item_and_experiment_is_listed(repo: Path) -> None:
 def test_numbers_of_the_text_agree_with_the_papers_own_tables() -> None:
     """Where a text compares two numbers of a printed table, the same comparison gives the text's number."""
     checked = 0
-    for one in papers.text_numbers():
+    for one in published.numbers("prose"):
         if not published.numbers(one.experiment):
             continue
         table = table_entries(plan_of(one.experiment), {})

@@ -223,9 +223,8 @@ def _command(every: Sequence[Sequence[Candidate]], asked: str, memory: float, qu
     if not fit:
         return [f"{limits}: no measured method meets them. Other budgets and stores were not measured here."]
     first = max(fit, key=lambda ones: (len(ones), min(one.loss for one in ones), -ones[0].device))
-    said = (
-        "meets them" if {one.verdict for one in first} == {MEETS} else "may meet them, which these samples cannot tell"
-    )
+    sure = {one.verdict for one in first} == {MEETS}
+    said = "meets them" if sure else "may meet them, which these samples cannot tell"
     missing = len(every) - len(first)
     lines = [f"{limits}: {' '.join(first[0].place)} {said}."]
     lines += [f"{missing} of the {len(every)} tasks above have no row of it."] if missing else []
@@ -233,12 +232,8 @@ def _command(every: Sequence[Sequence[Candidate]], asked: str, memory: float, qu
     model, path = row["model"], row["model_options"].get("path")
     if not folder:
         model, path = (asked, None) if asked in options_of("model", places.CONFIGS) else ("hf", asked)
-    words = [
-        f"model={model}",
-        *([f"model.path={path}"] if model == "hf" else []),
-        "task=prompts",
-        "task.source=prompts.jsonl",
-    ]
+    weights = [f"model={model}", *([f"model.path={path}"] if model == "hf" else [])]
+    words = [*weights, "task=prompts", "task.source=prompts.jsonl"]
     budget = [] if ignores_budget(row) else [first[0].budget]
     methods = [["-m", f"method=full,{row['method']}", *budget]]
     if options:

@@ -178,9 +178,8 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     reasons = dict.fromkeys(row["paired_reason"] for row in firsts) if "to_full" in values else {}
     notes += [f"to Full is {EMPTY}: {reason}" for reason in reasons if reason]
     if left_out:
-        notes.append(
-            f"{left_out} rows are left out: another one of the same configuration and seed has as many samples"
-        )
+        other = "another one of the same configuration and seed has as many samples"
+        notes.append(f"{left_out} rows are left out: {other}")
     return Layout(tables, down, tuple(columns), measures, notes, kept)  # type: ignore[arg-type]
 
 
@@ -207,10 +206,8 @@ def labels(records: Sequence[Record], keys: Iterable[str]) -> list[str]:
     for record in records:
         alike.setdefault(record["method"], []).append(record)
     own = {m: [k for k in keys if len({repr(one.get(k)) for one in of}) > 1] for m, of in alike.items()}
-    return [
-        " ".join([r["method"], *(f"{key.rpartition('.')[2]}={as_text(r.get(key))}" for key in own[r["method"]])])
-        for r in records
-    ]
+    told = ([f"{key.rpartition('.')[2]}={as_text(r.get(key))}" for key in own[r["method"]]] for r in records)
+    return [" ".join([r["method"], *parts]) for r, parts in zip(records, told, strict=True)]
 
 
 def _told_apart(records: Sequence[Record], shown: list[str], keys: Sequence[str]) -> tuple[list[str], int]:
@@ -221,9 +218,8 @@ def _told_apart(records: Sequence[Record], shown: list[str], keys: Sequence[str]
         for record in records:
             places.setdefault(tuple(record[key] for key in (*shown, *extra)), []).append(record)
         shared = [group for group in places.values() if len(group) > 1]
-        candidates = [
-            key for key in dict.fromkeys((*OWN_TABLE, "budget", *keys)) if key not in (*shown, *extra, *UNTOLD)
-        ]
+        taken = (*shown, *extra, *UNTOLD)
+        candidates = (k for k in dict.fromkeys((*OWN_TABLE, "budget", *keys)) if k not in taken)
         key = next((k for k in candidates if any(len({r[k] for r in group}) > 1 for group in shared)), None)
         if key is None:
             return extra, sum(len(group) - 1 for group in shared)

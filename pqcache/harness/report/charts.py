@@ -105,9 +105,7 @@ def _mark(record: Record, label: str) -> dict[str, Any]:
     numbers = {key: float("nan") if (value := MEASURES[key].of(record)) is None else value for key in keys}
     parts = [f"{record['method']}, budget {budget_text(row)}", f"score {numbers['score']:.1f}"]
     parts[1] += "" if low is None else f" [{low:.1f}, {high:.1f}]"
-    parts += [
-        f"{MEASURES[key].title} {value:.3g}" for key, value in numbers.items() if key != "score" and value == value
-    ]
+    parts += [f"{MEASURES[key].title} {numbers[key]:.3g}" for key in keys[1:] if numbers[key] == numbers[key]]
     parts.append(f"{record['samples']} samples, seed {record['seed']}")
     name = label if level else f"{label} {budget_text(row)}"
     place = {"line": label, "shown": name, "budget": budget, "level": level, "tip": "<br>".join(map(_safe, parts))}

@@ -112,9 +112,8 @@ def draw_ranks(folders: Folders, out: Path, method: str | None) -> Path | None:
         return None
     budget = f", budget {budget_text(row)}" if method != "full" else ""
     text = f"{row['model']}, {row['task']}, {row['prompt_tokens']:.0f} prompt tokens, sample {stem}, under {method}{budget}."
-    text += (
-        " Left: evenly spaced prompt tokens in the head of median change. Right: mean over query heads of each layer."
-    )
+    text += " Left: evenly spaced prompt tokens in the head of median change."
+    text += " Right: mean over query heads of each layer."
     return plots.draw(rank_panels(arrays), out, text, size=(5.5, 4.0))
 
 
@@ -194,9 +193,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--budget", help="only rows of this budget, as it was typed")
     parser.add_argument("--ranks", help="method whose ranks are drawn (default: full, else oracle, else the first)")
     parser.add_argument("--layers", type=int, nargs="+", help="layers of drift.png (default: all that are not dense)")
-    parser.add_argument(
-        "--window", type=int, default=WINDOW, help=f"steps of its moving average, odd (default {WINDOW})"
-    )
+    text = f"steps of its moving average, odd (default {WINDOW})"
+    parser.add_argument("--window", type=int, default=WINDOW, help=text)
     parser.add_argument("--name", default="drift", help="its file name (default drift)")
     given = parser.parse_args(argv)
     out: Path = given.out
@@ -208,9 +206,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     named = {f: row for f, row in every.items() if row["method"] in (given.methods or {row["method"]} - {"full"})}
     chosen = named or ({} if given.methods else every)  # Full attends to everything
     if not chosen:
-        parser.error(
-            f"{out}: no such row with diagnostics in any folder below; run with diagnostics=true out={out} first"
-        )
+        what = "no such row with diagnostics in any folder below"
+        parser.error(f"{out}: {what}; run with diagnostics=true out={out} first")
     layers = min(len((row["diagnostics"] or {})["by_layer"]["mass"]) for row in chosen.values())
     if wrong := [n for n in given.layers or () if not 0 <= n < layers]:
         parser.error(f"--layers {wrong[0]}: allowed is 0 to {layers - 1}")

@@ -200,11 +200,10 @@ def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell
     """Any column of a cell; None if one of its parts was not measured. rows: cell name -> row."""
     kind, _, rest = where.partition(":")
     if kind == "timed":
-        of = [
-            one for one in cells if one is not cell and one.name in rows and one.identity["task"]["name"] == "latency"
-        ]
-        of = [one for one in of if all(one.identity[key] == cell.identity[key] for key in SAME)]
-        return measured(rows[of[0].name], rest) if of else None
+        others = [one for one in cells if one is not cell and one.name in rows]
+        others = [one for one in others if all(one.identity[key] == cell.identity[key] for key in SAME)]
+        of = next((rows[one.name] for one in others if one.identity["task"]["name"] == "latency"), None)
+        return None if of is None else measured(of, rest)
     if (row := rows.get(cell.name)) is None:
         return None
     if kind == "seconds":

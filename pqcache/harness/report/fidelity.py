@@ -50,7 +50,7 @@ def table(every: Sequence[Record]) -> str:
         body.append([method, *same, *kl, number(largest["attended_tokens"], 0), held])
     each = [f"{what} at {budget}" for what in ("same token, %", "KL") for budget in asked]
     head = ["method", *each, "attended tokens", "MiB"]
-    return Table("", head, body).markdown().replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))
+    return Table("", head, body).markdown(right=True)
 
 
 def _interval(one: Record) -> str:
@@ -65,14 +65,9 @@ def draw(every: Sequence[Record], path: Path) -> Path | None:
     panels = []
     for name, label in ((KL, "KL(Full || method), nats per token"), (SAME, "decode steps with Full's token, %")):
         marks = [
-            {
-                "line": one["method"],
-                "label": f"{one['method']} {one['budget']}".strip(),
-                "y": one[name],
-                "low": one.get(f"{name}.low"),
-                "high": one.get(f"{name}.high"),
-                "hollow": one["budget"] in asked[1:],
-            }
+            {"line": one["method"], "label": f"{one['method']} {one['budget']}".strip(), "y": one[name]}
+            | {end: one.get(f"{name}.{end}") for end in ("low", "high")}
+            | {"hollow": one["budget"] in asked[1:]}
             for one in shown
             if name != KL or one[KL] > 0  # a logarithm
         ]

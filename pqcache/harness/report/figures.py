@@ -179,10 +179,8 @@ def _bar_panels(request: FigureRequest) -> list[Panel]:
             value, low, high = _shown(entry, show, base)
             point = {"panel": title, "y": value, "low": low, "high": high}
             if named:
-                own = [named[cell] for cell in entry.line.split(", ") if cell in named]
-                points += [
-                    {**point, "x": name, "line": name, "text": format(value, digits)} for name in own if value == value
-                ]
+                own = [named[cell] for cell in entry.line.split(", ") if cell in named and value == value]
+                points += [{**point, "x": name, "line": name, "text": format(value, digits)} for name in own]
             elif show != "change" or entry.method != "full":
                 of, line = _budget(entry), _joined(entry.line, entry.setting)
                 series = _joined(entry.line, of if budgets else "", entry.setting)
@@ -248,11 +246,8 @@ def _heat_maps(request: FigureRequest) -> Path | None:
 
 def _turns(request: FigureRequest) -> Path | None:
     """The score by turn of every cell of task=turns."""
-    cells, rows = zip(*request.measured, strict=True)
-    names = [
-        _joined(cell_title(cell), "" if cell.ignores_budget else budget_text(row)) for cell, row in zip(cells, rows)
-    ]
-    panel = by_turn("", frame(rows).to_dict("records"), names)
+    every = [(row, cell_title(cell), "" if cell.ignores_budget else budget_text(row)) for cell, row in request.measured]
+    panel = by_turn("", frame(row for row, *_ in every).to_dict("records"), [_joined(*names) for _, *names in every])
     return plots.draw([panel], request.path, request.caption(), size=LARGE)
 
 

@@ -176,11 +176,8 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
         pairs = [(row, other) for row in group if (other := find_full(row, full)) is not None]
         against = None, None, None
         if len(pairs) == len(group):
-            parts = [
-                (row["seed"], score_statistics.paired(row["sample_scores"], other["sample_scores"]))
-                for row, other in pairs
-            ]
-            every = pooled((seed, _of(differences, task)) for seed, differences in parts)
+            both = [(row["seed"], row["sample_scores"], other["sample_scores"]) for row, other in pairs]
+            every = pooled((seed, _of(score_statistics.paired(*scores), task)) for seed, *scores in both)
             means = score_statistics.mean(every), score_statistics.interval(every)
             against = *means, score_statistics.significance(every)
     made |= _with_ends("score", *numbers)

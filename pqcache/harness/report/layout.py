@@ -40,10 +40,12 @@ LOWER_IS_BETTER = ("_s", "_ms", "perplexity", "error", "bytes")
 DIFFERENCES = ("to Full", "95 %", "p", "printed to Full")
 
 Key = tuple[str, ...]
+Options = Mapping[str, Any]  # the keys of `report`
+Show = Callable[[Entry], Field]
 Best = Mapping[tuple, tuple[float | None, float | None]]  # place of an entry -> the best number: measured, printed
 
 
-def tables_of(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mapping[str, Sequence[str]]) -> list[Table]:
+def tables_of(table: Sequence[Entry], report: Options, best_of: Mapping[str, Sequence[str]]) -> list[Table]:
     """The tables of an experiment: one for each model, and for each value of a key without which two entries share a place.
 
     best_of: line -> its candidates, which are not ranked themselves.
@@ -75,14 +77,7 @@ def tables_of(table: Sequence[Entry], report: Mapping[str, Any], best_of: Mappin
 
 
 def _table(
-    title: str,
-    part: Sequence[Entry],
-    rows: Key,
-    columns: Key,
-    report: Mapping[str, Any],
-    show: Callable[[Entry], Field],
-    *,
-    differences: bool = False,
+    title: str, part: Sequence[Entry], rows: Key, columns: Key, report: Options, show: Show, differences: bool = False
 ) -> Table:
     """differences: with the one to Full of the average, of the score, or of the first column, at the right."""
     labels: Mapping[str, Mapping[str, Any]] = report.get("labels") or {} if "line" in rows else {}
@@ -176,7 +171,7 @@ def _differences(entry: Entry) -> tuple[str, str, str, str]:
     return show(entry.to_full), interval, p, show(entry.published_to_full)
 
 
-def _best(table: Sequence[Entry], report: Mapping[str, Any], candidates: set[str]) -> Best:
+def _best(table: Sequence[Entry], report: Options, candidates: set[str]) -> Best:
     """The best numbers among the lines that an entry is compared with."""
     ranked = [e for e in table if e.method not in NOT_RANKED and e.status != PRINTED]
     budgets: dict[str, set[float | int | None]] = {}

@@ -44,7 +44,7 @@ FACTS: dict[str, Callable[[Row], Any]] = {
 
 
 def write(root: Path, out: Path, name: str) -> Path:
-    """Write the page of a folder's rows into `out`. name: of the folder, for the title. Raises Refused without plotly."""
+    """Write the page of a folder's rows into `out`. name: of the folder, for the title."""
     environment, path = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), out / NAME
     views = cell_views(root)
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
@@ -94,10 +94,8 @@ def _harmless(value: Any) -> Any:
 
 def _library() -> str:
     """plotly's JavaScript, which the page carries."""
-    try:
-        from plotly.offline import get_plotlyjs
-    except ImportError:
-        raise Refused(["report=: needs the package plotly; make setup installs it"]) from None
+    from plotly.offline import get_plotlyjs
+
     return get_plotlyjs().replace("</script", "<\\/script")
 
 
@@ -145,17 +143,15 @@ def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
         "Charts pool seeds: scores over the samples of all, times and bytes as means. The table has a line per cell.",
     ]
     if any(row["timed_samples"] is not None and row["timed_samples"] < row["n_samples"] for row in rows):
-        notes.append(
-            "Times are of the samples that had a prefill of their own; the others shared one with other cells."
-        )
+        text = "Times are of the samples that had a prefill of their own"
+        notes.append(f"{text}; the others shared one with other cells.")
     if unverified := sum(row["unverified_samples"] or 0 for row in rows):
         notes.append(f"{unverified} samples are of older lines, which do not name their configuration.")
     if any("-dirty" in (row["git_commit"] or "") for row in rows):
         notes.append("A commit that ends with -dirty had changes that are not committed.")
     if left_out:
-        notes.append(
-            f"{left_out} rows are not in the charts: another one of the same configuration and seed has as many samples."
-        )
+        other = "another one of the same configuration and seed has as many samples"
+        notes.append(f"{left_out} rows are not in the charts: {other}.")
     return notes
 
 

@@ -25,7 +25,6 @@ samples of the same run, with a 95 % bootstrap interval and a sign-flip p-value.
 """
 
 import argparse
-import functools
 import shlex
 import signal
 import sys
@@ -142,8 +141,9 @@ def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
 
 # -- numbers of the papers' text ---------------------------------------------------------------------------------------
 
-# results/published/prose.csv has the numbers that papers print in their text alone. A line names an experiment's entries: `line`,
-# and for a comparison `other` (several with `|`: the best of them), at equal model, setting and data set. `how` is one of:
+# results/published/prose.csv has the numbers that papers print in their text alone. A line names an experiment (none: nothing
+# measures it) and its entries: `line`, and for a comparison `other` (several with `|`: the best of them), at equal model (empty:
+# any), budget (empty: any), setting (what the entry's contains) and data set. `how` is one of:
 # value: the column itself; percent: times 100; minus: line - other; inverse: other / line; less, more: by how many % of other the
 # line is lower or higher
 HOW: Mapping[str, Callable[[float, float], float]] = {
@@ -154,18 +154,6 @@ HOW: Mapping[str, Callable[[float, float], float]] = {
     "less": lambda own, other: 100.0 * (1.0 - own / other),
     "more": lambda own, other: 100.0 * (own / other - 1.0),
 }
-
-
-@functools.cache
-def text_numbers() -> tuple[SimpleNamespace, ...]:
-    """The lines of the file, each with its columns: none in an installation without it.
-
-    paper, source, says, value, printed_as, then what it is of: experiment (empty: none measures it), model (empty: any), line,
-    other, budget (None: any), dataset, metric, setting (what the entry's setting contains), how.
-    """
-    lines = published.lines_of("prose")
-    numbers = ({"value": float(n["value"]), "budget": float(n["budget"]) if n["budget"] else None} for n in lines)
-    return tuple(SimpleNamespace(**{**line, **own}) for line, own in zip(lines, numbers, strict=True))
 
 
 def is_of(number: SimpleNamespace, entry: Entry) -> bool:
@@ -205,7 +193,7 @@ def text_measured(number: SimpleNamespace, table: Sequence[Entry], field: str = 
 def text_table(tables: Mapping[str, Sequence[Entry]]) -> str:
     """Markdown: each number beside what was measured. tables: experiment -> its entries."""
     body = []
-    for one in text_numbers():
+    for one in published.numbers("prose"):
         values = text_measured(one, tables.get(one.experiment, ())) if one.experiment else []
         ends = sorted({f"{v:.3g}" for v in (min(values), max(values))}, key=float) if values else []
         shown = " to ".join(ends) or ("not measured yet" if one.experiment else MISSING)
@@ -220,9 +208,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("what", choices=["tables", "missing"])
-    parser.add_argument(
-        "experiments", nargs="*", help="default: all that repeat a paper's table or figure; missing: all"
-    )
+    which = "default: all that repeat a paper's table or figure; missing: all"
+    parser.add_argument("experiments", nargs="*", help=which)
     parser.add_argument("--out", default="results/runs", help="the out= folder of the runs")
     parser.add_argument("--smoke", action="store_true", help="of smoke runs")
     given = parser.parse_args(argv)

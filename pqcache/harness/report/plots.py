@@ -55,6 +55,7 @@ MAX_LABELS = 24  # of a map
 MAX_TICKS = 10  # with more values matplotlib chooses the ticks
 MANY = 40  # from as many points on, a line has ten markers
 Limits = tuple[float | None, float | None]
+Size = tuple[float, float]  # inches
 
 
 @dataclass
@@ -104,13 +105,7 @@ def panels_of(points: pd.DataFrame, **axes: Any) -> list[Panel]:
 
 
 def draw(
-    panels: Sequence[Panel],
-    path: Path,
-    caption: str = "",
-    *,
-    size: tuple[float, float],
-    across: int = MAX_ACROSS,
-    **saved: Any,
+    panels: Sequence[Panel], path: Path, caption: str = "", *, size: Size, across: int = MAX_ACROSS, **saved: Any
 ) -> Path | None:
     """Draw the panels that have a mark, each of this size, `across` side by side; None if none has. saved: see `save`."""
     shown = [panel for panel in panels if not panel.empty]
@@ -232,9 +227,7 @@ def _bars(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
     width = 0.62 if alone else GROUP_WIDTH / len(names)
     colours = [styles[name]["color"] for name in names]
     known = points[points.y.notna()]
-    members = {
-        str(group): [str(line) for line in block.line.unique()] for group, block in known.groupby("x", sort=False)
-    }
+    members = {str(group): list(map(str, block.line.unique())) for group, block in known.groupby("x", sort=False)}
     for (name, fill), block in known.groupby(["line", "fill"], sort=False):
         index = names.index(str(name))
         own = [(groups.index(x), members[x]) for x in block.x.astype(str)]
@@ -348,9 +341,7 @@ def styles_of(names: Sequence[str]) -> dict[str, dict[str, Any]]:
 
 def method_in(name: str) -> str | None:
     """The method that a line's name begins with (`h2o_512_0`, `quest page=16`); None if it begins with none."""
-    found = [
-        method for method in METHODS if name == method or name.startswith((f"{method} ", f"{method}_", f"{method},"))
-    ]
+    found = [method for method in METHODS if f"{name} ".startswith((f"{method} ", f"{method}_", f"{method},"))]
     return max(found, key=len, default=None)
 
 
@@ -406,14 +397,8 @@ def legend(figure: Figure, axes: Sequence[Axes]) -> None:
         per_line = max(1, int(figure.get_figwidth() * 13 / max(len(name) + 8 for name in handles)))
         more = -(-len(handles) // per_line) - 2  # lines of the legend, beyond those that `panels` leaves room for
         figure.set_figheight(figure.get_figheight() + 0.17 * max(0, more))
-        figure.legend(
-            handles.values(),
-            handles.keys(),
-            loc="outside upper center",
-            ncols=min(len(handles), per_line),
-            fontsize=8,
-            frameon=False,
-        )
+        style: dict[str, Any] = {"loc": "outside upper center", "fontsize": 8, "frameon": False}
+        figure.legend(handles.values(), handles.keys(), ncols=min(len(handles), per_line), **style)
 
 
 def save(figure: Figure, path: Path, caption: str = "", *, pdf: bool = True, note: str | None = None) -> Path:

@@ -13,6 +13,7 @@ import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -28,40 +29,18 @@ AVERAGE = "average"
 Budget = float | int | None  # None: the method has none
 
 
-@dataclass(frozen=True)
-class Number:
-    """One printed number."""
-
-    paper: str
-    table: str
-    model: str
-    method: str
-    budget: Budget
-    dataset: str
-    metric: str
-    value: float
-    printed_as: str
-    source: str
-
-
 @functools.cache
-def numbers(experiment: str) -> tuple[Number, ...]:
-    """Every number of an experiment's table; none where the paper prints none, or in an installation without these files."""
+def numbers(name: str) -> tuple[SimpleNamespace, ...]:
+    """Every number of an experiment's table, or of `prose`, with the columns of its file; empty where there is no file."""
 
     def budget(text: str) -> Budget:
         return None if not text else float(text) if "." in text else int(text)
 
-    lines = ({**line, "budget": budget(line["budget"]), "value": float(line["value"])} for line in lines_of(experiment))
-    return tuple(Number(**line) for line in lines)  # type: ignore[arg-type]
-
-
-def lines_of(name: str) -> list[dict[str, str]]:
-    """The lines of a CSV file of results/published."""
     path = FOLDER / f"{name}.csv"
-    if not path.exists():
-        return []
-    with open(path, newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+    text = path.read_text(encoding="utf-8") if path.exists() else ""
+    lines = csv.DictReader(text.splitlines())
+    parsed = ({**line, "budget": budget(line["budget"]), "value": float(line["value"])} for line in lines)
+    return tuple(SimpleNamespace(**line) for line in parsed)
 
 
 @functools.cache
@@ -71,14 +50,7 @@ def index(experiment: str) -> dict[tuple, float]:
 
 
 def pair(
-    experiment: str,
-    model: str,
-    labels: Iterable[str],
-    budget: Budget,
-    dataset: str,
-    metric: str,
-    *,
-    is_full: bool = False,
+    experiment: str, model: str, labels: Iterable[str], budget: Budget, dataset: str, metric: str, is_full: bool = False
 ) -> dict[str, float | None]:
     """The number of the first label that has one (`published`), and its difference to the paper's Full."""
     own = index(experiment)
@@ -101,11 +73,6 @@ def cell_score(cell: Cell) -> float | None:
     return None
 
 
-def with_numbers() -> list[str]:
-    """The experiments whose paper prints numbers."""
-    return sorted(path.stem for path in FOLDER.glob("*.csv") if path.stem != "prose")
-
-
 # -- the papers' tables and figures ------------------------------------------------------------------------------------
 
 
@@ -126,9 +93,8 @@ class Item:
     name: str
     shows: str
     drawing: bool  # nothing to measure
-    settings: tuple[
-        Mapping[str, Any], ...
-    ] = ()  # as settings.yaml has them: source, of, words, and options with values
+    # as settings.yaml has them: source, of, words, and options with values
+    settings: tuple[Mapping[str, Any], ...] = ()
     experiments: tuple[str, ...] = ()
 
 

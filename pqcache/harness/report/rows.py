@@ -265,9 +265,7 @@ def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
         return best, None
 
     def short(value: Any) -> str:
-        if isinstance(value, dict):
-            return " ".join(f"{key} {version}" for key, version in value.items())
-        return str(value) if value != "" else "none"
+        return " ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value) or "none"
 
     theirs = _run_of(best)
     words = [f"{key} ({short(theirs[key])}, here {short(own[key])})" for key in unlike[best["folder"]]]
@@ -329,17 +327,16 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
         **dict.fromkeys([*unknown.split(), "paired_reason", "model_file", "sample_metrics"]),
     }  # fmt: skip
     row = {**missing, **value, "schema": SCHEMA}
-    if isinstance(row.get("model_options"), dict):  # an option that was added since has the behaviour of before
-        row["model_options"] = {**added_options(ModelOptions), **row["model_options"]}
-    if isinstance(row.get("task_options"), dict) and row.get("task") in TASKS:
-        row["task_options"] = {**added_options(task_class(row["task"]).Options), **row["task_options"]}
-    scores = row.get("sample_scores")
-    if not isinstance(scores, dict) or not isinstance(row.get("tasks"), dict | None):
-        return row  # `damage` says it
+    if damage(row) is not None:  # its reader says it
+        return row
+    # an option that was added since has the behaviour of before
+    row["model_options"] = {**added_options(ModelOptions), **(row["model_options"] or {})}
+    if row["task"] in TASKS:
+        row["task_options"] = {**added_options(task_class(row["task"]).Options), **(row["task_options"] or {})}
     # versions before 1 gave intervals to one sample of a sub-task
-    if scores and not score_statistics.has_spread(scores):
+    if row["sample_scores"] and not score_statistics.has_spread(row["sample_scores"]):
         row["score_interval"] = row["paired_interval"] = None
-    if isinstance(row.get("paired_samples"), int) and row["paired_samples"] <= len(scores):
+    if row["paired_samples"] is not None and row["paired_samples"] <= len(row["sample_scores"]):
         row["paired_interval"] = None
     row["tasks"] = {
         name: {**task, "score_interval": None} if task.get("n_samples") == 1 else task

@@ -83,9 +83,8 @@ def curve(scored: Sequence[tuple[int, Sequence[float]]]) -> tuple[list[int], lis
 
     scored: (position of the first decode step, log-probabilities of the tokens predicted from there on).
     """
-    every = [
-        (at + i, -value) for at, values in sorted(scored, key=lambda part: part[0]) for i, value in enumerate(values, 1)
-    ]
+    parts = sorted(scored, key=lambda part: part[0])
+    every = [(at + i, -value) for at, values in parts for i, value in enumerate(values, 1)]
     totals = accumulate(loss for _, loss in every)
     return [length for length, _ in every], [math.exp(total / count) for count, total in enumerate(totals, 1)]
 
@@ -137,16 +136,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     names = (*HEAT_MAPS, CURVES)
     found = {name: {p.parent.name: read_json(p) for p in sorted(out.glob(f"*/{name}"))} for name in names}
     if not any(found.values()):
-        parser.error(
-            f"{out}: no {' or '.join(names)} in any folder below; run task=needle or task=pg19 with out={out} first"
-        )
+        first = f"run task=needle or task=pg19 with out={out} first"
+        parser.error(f"{out}: no {' or '.join(names)} in any folder below; {first}")
     plots.keep_files(out)
     for name, picture in HEAT_MAPS.items():
-        titles = [run["title"] for run in found[name].values()]
-        own = {
-            run["title"] if titles.count(run["title"]) == 1 else cell: run["samples"]
-            for cell, run in found[name].items()
-        }
+        runs = found[name].items()
+        titles = [run["title"] for _, run in runs]
+        own = {t if titles.count(t) == 1 else cell: run["samples"] for t, (cell, run) in zip(titles, runs, strict=True)}
         if (path := needle_maps(own, out / picture)) is not None:
             print(path)
     if found[CURVES]:

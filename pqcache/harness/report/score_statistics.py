@@ -62,14 +62,12 @@ def pass_at(answers: Answers, k: int) -> Scores:
     """Each sample's chance, in %, that one of k answers is right: 100 (1 - C(n - c, k) / C(n, k)) where c of its n answers are.
 
     Unbiased for k <= n (Chen et al. 2021, "Evaluating Large Language Models Trained on Code", equation 1). A score of 100 is
-    right. Raises ValueError for another k.
+    right.
     """
 
     def chance(scores: Sequence[float]) -> float:
-        n, wrong = len(scores), sum(score < 100 for score in scores)
-        if not 1 <= k <= n:
-            raise ValueError(f"k={k}: allowed is 1..{n} (answers per sample)")
-        return 100.0 * (1 - comb(wrong, k) / comb(n, k))
+        wrong = sum(score < 100 for score in scores)
+        return 100.0 * (1 - comb(wrong, k) / comb(len(scores), k))
 
     return {task: {key: chance(scores) for key, scores in samples.items()} for task, samples in answers.items()}
 

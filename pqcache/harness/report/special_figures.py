@@ -2,8 +2,8 @@
 
 From the files that diagnostics leave beside the rows: attention scores, ranks of tokens, one prompt's K and V.
 
-    figure: {kind: ranks}                                      ranks of tokens over decode steps (ClusterKV, figure 3a)
-    figure: {kind: ranks_and_pages, steps: 64}                 these, and the weights within pages of 16 tokens (figure 3)
+    figure: {kind: ranks_and_pages, steps: 64}                 ranks of tokens over decode steps, and the weights within pages
+                                                               of 16 tokens (ClusterKV, figure 3)
     figure: {kind: score_curves, heads: [[3, 25], [11, 15]]}   diagnostics=scores: sorted scores, a panel per [layer, head]
     figure: {kind: score_map, heads: [[11, 15]]}               diagnostics=scores: queries over tokens
     figure: {kind: prompt_kv}                                  diagnostics=prompt: |k| and |v| by token and channel
@@ -72,13 +72,6 @@ def rank_panels(arrays: Arrays, steps: int | None = None) -> list[Panel]:
     share = plots.wide(torch.nanmean(stay, 1))
     text = "the first step's 64 heaviest prompt tokens"
     return [left, Panel(text, share, "decode step", "layer", kind="map", colour="share that still are")]
-
-
-def _ranks(request: FigureRequest) -> Path | None:
-    """Of the first sample of Full's cell that has some."""
-    arrays = _first(request, "ranks", "full")
-    panels = rank_panels(arrays) if arrays is not None else []
-    return plots.draw(panels, request.path, request.caption(), size=(5.5, 4.0))
 
 
 def _ranks_and_pages(request: FigureRequest) -> Path | None:
@@ -153,9 +146,8 @@ def _prompt_kv(request: FigureRequest) -> Path | None:
     for name in ("keys", "values"):
         sizes = maps[name].float()
         small = shrunk(sizes)
-        tokens, channels = (
-            [i * whole / part for i in range(part)] for whole, part in zip(sizes.shape, small.shape, strict=True)
-        )
+        pairs = zip(sizes.shape, small.shape, strict=True)
+        tokens, channels = ([i * whole / part for i in range(part)] for whole, part in pairs)
         scale = 0.0, float(small.flatten().quantile(BRIGHTEST))
         values = plots.wide(small, tokens, channels)
         panels.append(Panel(name, values, "channel (all KV heads)", "token", "map", colour=f"|{name[0]}|", scale=scale))
@@ -276,9 +268,8 @@ def _kv_memory(request: FigureRequest) -> Path | None:
     if memory := request.options.get("device_gib"):
         points.append({"line": f"memory of one GPU, {float(memory):.0f} GiB", "y": float(memory), "dash": 0})
     runs = ", ".join(dict.fromkeys(f"{row['extra']['layers']:g} layer(s) in {row['kv_dtype']}" for row in rows))
-    text = (
-        f" Lines: by the models' sizes, batch 1, 16 bits. Marks: measured on {runs}, scaled to all layers and 16 bits."
-    )
+    text = " Lines: by the models' sizes, batch 1, 16 bits."
+    text += f" Marks: measured on {runs}, scaled to all layers and 16 bits."
     ticks = [s for s in lengths if s >= 1024]
     panel = Panel("", plots.frame(points), "sequence length (tokens)", "K and V (GiB)", log="xy", ticks=ticks)
     return plots.draw([panel] if rows else [], request.path, request.caption() + text, size=(5.6, 3.8))
@@ -298,15 +289,13 @@ def _rounds(request: FigureRequest) -> Path | None:
         layers, x = max(1.0, row["extra"].get("layers") or 1.0), row["prompt_tokens"]
         whole, index, offload = row["prefill_s"], row["index_build_s"], row["extra"].get("offload_s")
         if whole is not None and index is not None:
-            once.setdefault(("computation: one layer's prefill", x), []).append(
-                1e3 * (whole - index) / max(1.0, layers - 1)
-            )
+            one = 1e3 * (whole - index) / max(1.0, layers - 1)
+            once.setdefault(("computation: one layer's prefill", x), []).append(one)
         if offload is not None:
             once.setdefault(("offloading: its K and V to the host", x), []).append(1e3 * offload)
         work = row["extra"].get("index_work_s")
-        points.append(
-            {"line": f"clustering, {cell_title(cell)}", "x": x, "y": None if work is None else 1e3 * work / layers}
-        )
+        y = None if work is None else 1e3 * work / layers
+        points.append({"line": f"clustering, {cell_title(cell)}", "x": x, "y": y})
     points += [{"line": line, "x": x, "y": median_high(values)} for (line, x), values in once.items()]
     title = "one layer's computation, offloading and clustering"
     panel = Panel(title, plots.frame(points), PROMPT, "ms per layer", limits=(0, None))
@@ -335,7 +324,6 @@ def _phases(request: FigureRequest) -> Path | None:
 
 
 KINDS: dict[str, Any] = {
-    "ranks": _ranks,
     "ranks_and_pages": _ranks_and_pages,
     "score_curves": _score_curves,
     "score_map": _score_map,

@@ -86,8 +86,10 @@ class Table:
     body: Sequence[Sequence[Field]]
     left: int = 1
 
-    def markdown(self) -> str:
-        lines = [f"| {' | '.join(map(in_markdown, self.head))} |", f"|{'---|' * len(self.head)}"]
+    def markdown(self, *, right: bool = False) -> str:
+        """right: with the numbers at the right."""
+        rule = "---|" * self.left + ("---:|" if right else "---|") * (len(self.head) - self.left)
+        lines = [f"| {' | '.join(map(in_markdown, self.head))} |", f"|{rule}"]
         lines += [f"| {' | '.join(map(_markdown, line))} |" for line in self.body]
         return (f"**{in_markdown(self.title)}**\n\n" if self.title else "") + "\n".join(lines)
 
@@ -239,8 +241,8 @@ def printable(text: str, keep: str = "\n\t") -> str:
     """The text for a terminal: characters that move the cursor, colour, or hide others are shown as escapes."""
     if text.isascii() and text.isprintable():
         return text
-    shown = (c if c in keep or unicodedata.category(c) not in HIDDEN else _escaped(c) for c in text)
-    return "".join(shown)
+    shown = (c in keep or unicodedata.category(c) not in HIDDEN for c in text)
+    return "".join(c if known else c.encode("unicode_escape").decode() for c, known in zip(text, shown, strict=True))
 
 
 def in_markdown(text: str) -> str:
@@ -252,18 +254,8 @@ def in_markdown(text: str) -> str:
 
 def in_latex(text: str) -> str:
     """The text for LaTeX; letters that pdflatex does not know lose their accents, or are left out."""
-    known = (
-        LATEX.get(c) or (c if c.isascii() else _without_accents(c)) for c in printable(text.replace("\n", " "), keep="")
-    )
-    return "".join(known)
-
-
-def _without_accents(letter: str) -> str:
-    return unicodedata.normalize("NFKD", letter).encode("ascii", "ignore").decode()
-
-
-def _escaped(character: str) -> str:
-    return character.encode("unicode_escape").decode()
+    known = (LATEX.get(c) or c for c in printable(text.replace("\n", " "), keep=""))
+    return unicodedata.normalize("NFKD", "".join(known)).encode("ascii", "ignore").decode()
 
 
 def _as_text(value: Any) -> Any:

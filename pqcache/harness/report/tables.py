@@ -38,7 +38,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     for cell in cells:
         row = rows.get(cell.name)
         absent = [outcomes.get(cell.name, MISSING), *[""] * (len(COLUMNS) - 1)]
-        budget = "" if cell.ignores_budget else ", ".join(map(_budget, cell.budgets))
+        budget = "" if cell.ignores_budget else ", ".join(f"{b} tokens" if b > 1 else f"{b:g}" for b in cell.budgets)
         numbers = _measured(row, rows) if row is not None else absent
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
@@ -126,18 +126,13 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
 
 def samples_text(rows: Iterable[Row], of: str = "") -> str:
     """How many samples the rows have: "14-16 samples", "16 samples (2 of each of 8 sub-tasks)". of: " a cell", of each."""
-
-    def span(numbers: Iterable[int]) -> str:
-        known = sorted(set(numbers))
-        return f"{known[0]}" if len(known) == 1 else f"{known[0]}-{known[-1]}"
-
     rows = list(rows)
-    count = span(row["n_samples"] for row in rows)
+    count = several(row["n_samples"] for row in rows)
     text = f"{count} sample{'' if count == '1' else 's'}{of}"
     parts = [[len(samples) for samples in row["sample_scores"].values()] for row in rows]
     tasks = {len(counts) for counts in parts}
     if len(tasks) == 1 and tasks != {1} and all(parts):
-        text += f" ({span(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
+        text += f" ({several(n for counts in parts for n in counts)} of each of {tasks.pop()} sub-tasks)"
     return text
 
 
@@ -221,10 +216,6 @@ def apart(cells: Iterable[Cell], keys: Sequence[str]) -> list[str]:
     return [key for key in keys if len({cell_label(cell, key) for cell in cells}) > 1]
 
 
-def _budget(value: float | int) -> str:
-    return f"{value} tokens" if isinstance(value, int) and value != 1 else f"{float(value):g}"
-
-
 # -- several seeds as one ----------------------------------------------------------------------------------------------
 
 
@@ -265,10 +256,9 @@ def row_text(row: Row, path: Path | None) -> str:
     if batch > 1 and latency:
         time += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
     elif batch > 1:
-        differ = (
-            ": {batch_differ} of {batch_checked} answers differ from those alone" if "batch_checked" in extra else ""
-        )
-        resident, moved, time = "", "", f"not measured (batch {batch}{differ.format(**extra)})"
+        text = ": {batch_differ} of {batch_checked} answers differ from those alone"
+        differ = text.format(**extra) if "batch_checked" in extra else ""
+        resident, moved, time = "", "", f"not measured (batch {batch}{differ})"
     selection = bound = ""
     if measured is not None:
         selection = "nothing measured: no decode step"
@@ -373,12 +363,10 @@ def _times(row: Row) -> str:
 
 def summary_line(row: Row) -> str:
     """A row in half a line, while a sweep goes on."""
-    times = [
-        f", TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else "",
-        f", TPOT {row['tpot_p50_ms']:.2f} ms" if row["tpot_p50_ms"] is not None else "",
-    ]
     score = f"score {number(row['score'])} {_spread(row['score'], row['score_interval'])}".rstrip()
-    return f"{score}{''.join(times)}, {samples_text([row])}{skipped_text(row)}"
+    score += f", TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else ""
+    score += f", TPOT {row['tpot_p50_ms']:.2f} ms" if row["tpot_p50_ms"] is not None else ""
+    return f"{score}, {samples_text([row])}{skipped_text(row)}"
 
 
 # -- the sentence of an experiment with `summary: <method>` ------------------------------------------------------------

@@ -62,36 +62,29 @@ def table(made: pd.DataFrame) -> str:
     for method, block in made.astype(object).where(made.notna(), None).groupby("method", sort=False):
         one: dict[Any, Any] = block.iloc[0].to_dict()  # the largest budget
         full = method == "full"
-        scores = dict.fromkeys(budgets, one["score"] if full else None) | dict(
-            zip(block.budget, block.score, strict=True)
-        )
+        scores = dict.fromkeys(budgets, one["score"] if full else None)
+        scores |= dict(zip(block.budget, block.score, strict=True))
         interval = [one["to_full.low"], one["to_full.high"]] if one["to_full.low"] is not None else None
         to_full = "" if full else f"{signed(one['to_full'])} {spread(one['to_full'], interval, signed)}"
         line = [str(method), *(number(scores[budget]) for budget in budgets), to_full]
         line += [number(one["attended_tokens"], 0), number(one["device_bytes"] / MIB)]
         line += [number(one["host_bytes"] / MIB) if one["host_bytes"] else "0", number(one["tpot_ms"])]
         body.append(line)
-    text = Table("", head, body).markdown()
-    return text.replace("|---" * len(head), "|---" + "|---:" * (len(head) - 1))  # numbers to the right
+    return Table("", head, body).markdown(right=True)
 
 
 def draw(made: pd.DataFrame, path: Path, caption: str) -> Path | None:
     """Two panels: score against the cache's bytes on the device, and against the time of a decode step.
 
-    A line per method through its budgets; the markers of smaller budgets are hollow. None where there is one point or none.
+    A line per method through its budgets; the markers of smaller budgets are hollow.
     """
-    if len(made) < 2:
-        return None
     largest = made.groupby("method").budget.transform("max")
     marks = made.rename(columns={"method": "line", "score": "y", "score.low": "low", "score.high": "high"})
     marks = marks.assign(hollow=made.budget < largest, dash=0, size=2.2)
     level = marks[marks.line == "full"].assign(x=float("nan"))
     panels = []
-    memory, time = (
-        ("Memory", "cache on the device, MiB", made.device_bytes / MIB),
-        ("Time", "decode step, ms", made.tpot_ms),
-    )
-    for title, label, x in (memory, time):
+    memory = ("Memory", "cache on the device, MiB", made.device_bytes / MIB)
+    for title, label, x in (memory, ("Time", "decode step, ms", made.tpot_ms)):
         known = marks.assign(x=x)[x > 0]
         both, ticks = plots.joined([known, level]), plots.round_ticks(list(known.x))
         panels.append(Panel(title, both, label, "score", log="x", limits=(0, 104), ticks=ticks))
