@@ -15,10 +15,9 @@ HELP = {"--help", "-h"}
 HYDRA_ANSWERS = {"--hydra-help", "--info", "-i", "--version", "--shell-completion", "-sc"}
 # What the harness imports -> what pip calls it. numba is left out: without it plain torch runs.
 _MODULES = (
-    "datasets filelock hydra lm_eval jinja2 matplotlib omegaconf pandas plotly psutil rapidfuzz rouge rouge_score"
-    " tqdm wandb"
+    "datasets filelock lm_eval jinja2 matplotlib omegaconf pandas plotly psutil rapidfuzz rouge rouge_score tqdm wandb"
 )
-NEEDS = {module: module.replace("_", "-") for module in _MODULES.split()} | {"hydra": "hydra-core"}
+NEEDS = {"hydra": "hydra-core", **{module: module.replace("_", "-") for module in _MODULES.split()}}
 
 
 def console() -> int:
@@ -44,7 +43,7 @@ def _answer(argv: list[str]) -> int:
     except OSError:
         print("error: the working folder no longer exists; change to another one", file=sys.stderr)
         return 2
-    if missing := [package for module, package in NEEDS.items() if not _is_there(module)]:
+    if missing := [p for m, p in NEEDS.items() if not (sys.modules.get(m) or importlib.util.find_spec(m))]:
         print(f"error: {', '.join(missing)}: not installed; pip install 'pqcache-lab[harness]'", file=sys.stderr)
         return 2
     words = {argument.partition("=")[0] for argument in argv}
@@ -105,14 +104,6 @@ def _run(argv: list[str]) -> int:
     from pqcache.harness.run.runner import run_plan
 
     return _guarded(lambda: run_plan(plan, Total()))
-
-
-def _is_there(module: str) -> bool:
-    """Whether a module can be imported; a name set to None in sys.modules cannot."""
-    try:
-        return importlib.util.find_spec(module) is not None
-    except (ImportError, ValueError):
-        return module in sys.modules and sys.modules[module] is not None
 
 
 def _guarded(work: Callable[[], int]) -> int:

@@ -95,22 +95,15 @@ def read(composed: Composed) -> Draft:
     retired = RETIRED.get(names["method"], {})
     allowed["method"] = {key: (Any, value) for key, value in base["method"].items()}
     allowed["method"] |= {key: (type(only), only) for key, only in retired.items()}
-    elsewhere = {
-        key: f"{group}.{key}" for group in ("launch", DECODE, "task", "method", "model") for key in allowed[group]
-    }
-    elsewhere |= {
-        key: f"launch.{key}" for cls in LAUNCHES.values() for key in option_fields(cls) if key not in elsewhere
-    }
-    elsewhere |= {key: key for key in allowed[""]}
-    options = {}
+    elsewhere = {key: f"launch.{key}" for cls in LAUNCHES.values() for key in option_fields(cls)}
+    for group in ("launch", DECODE, "task", "method", "model", ""):  # the last one wins
+        elsewhere |= {key: f"{group}.{key}".lstrip(".") for key in allowed[group]}
+    top, options = {k: v for k, v in config.items() if k not in (*allowed, *FOR_COMPOSING)}, {}
     for group in allowed:
-        typed = (
-            config.get(group, {}) if group else {k: v for k, v in config.items() if k not in (*allowed, *FOR_COMPOSING)}
-        )
+        typed = config.get(group, {}) if group else top
         if not isinstance(typed, dict):
-            errors.append(
-                f"{group}={show(typed)}: holds options; {', '.join(f'{group}.{key}' for key in allowed[group])}"
-            )
+            names_ = ", ".join(f"{group}.{key}" for key in allowed[group])
+            errors.append(f"{group}={show(typed)}: holds options; {names_}")
             typed = {}
         typed = {str(key): value for key, value in typed.items() if key != "name" or not group}
         options[group] = _typed(f"{group}." if group else "", typed, allowed[group], errors, elsewhere)
@@ -125,7 +118,9 @@ def read(composed: Composed) -> Draft:
     errors += wrong_run(run)
     errors += wrong_model(options["model"], names)
     errors += wrong_decode(decode, names["task"], run)
-    _check_task(draft, errors)
+    if not any(line.startswith("task.") for line in errors):
+        with _lines(errors):
+            tasks.task_of(names["task"], options["task"]).check()
     if names["method"] == "full" and not errors:  # every layer of Full is dense, under any protocol
         draft.run = run = replace(run, dense_layers=None, protocol="aligned")
     if run.smoke is True and not errors:
@@ -182,10 +177,6 @@ def _names(config: Options, files: dict[str, Options], errors: list[str]) -> dic
     A name set by `method.name=...` instead of `method=...` becomes a line in `errors`; the group's choice is checked further.
     """
     names: dict[str, str] = {}
-    tables: dict[str, tuple[Iterable[str], str]] = {
-        "method": (METHODS, "pqcache/registry.py"),
-        "task": (tasks.TASKS, "pqcache/harness/tasks/__init__.py"),
-    }
     for group in ("model", "method", "task"):
         name, chosen = config[group]["name"], files[group].get("name")
         if not isinstance(chosen, str):
@@ -197,9 +188,10 @@ def _names(config: Options, files: dict[str, Options], errors: list[str]) -> dic
             continue
         if name != chosen:
             errors.append(f"{group}.name={show(name)}: the name is chosen with {group}={show(name)}")
-        known, table = tables.get(group, ((chosen,), ""))
+        known: Iterable[str] = {"method": METHODS, "task": tasks.TASKS}.get(group, (chosen,))
         if chosen not in known:
-            where = f"configs/{group}/{chosen}.yaml names no {group} of {table}"
+            table = {"method": "registry.py", "task": "harness/tasks/__init__.py"}[group]
+            where = f"configs/{group}/{chosen}.yaml names no {group} of pqcache/{table}"
             raise Refused([f"{group}={chosen}: {where}; {suggestion(chosen, known)}"])
         names[group] = chosen
     return names
@@ -270,14 +262,6 @@ def _check_geometry(options: Options, name: str, errors: list[str]) -> None:
         return
     with _lines(errors, "model.geometry="):
         geometry(text)
-
-
-def _check_task(draft: Draft, errors: list[str]) -> None:
-    """`task.*`: each option by itself, then all together."""
-    name, typed = draft.names["task"], draft.options["task"]
-    if not any(line.startswith("task.") for line in errors):
-        with _lines(errors):
-            tasks.task_of(name, typed).check()
 
 
 # -- the method --------------------------------------------------------------------------------------------------------

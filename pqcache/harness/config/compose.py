@@ -90,11 +90,9 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     hydra, head = compose_once([next(iter(texts(o, config_dir))) for o in first])
     sweep = flags.multirun or hydra["mode"].endswith("MULTIRUN")
     typed = {o.get_key_element() for o in overrides}
-    params = {
-        key: value for key, value in {**hydra["params"], **_paper_scale(head, errors)}.items() if key not in typed
-    }
+    set_there = {**hydra["params"], **_paper_scale(head, errors)}
     experiment = hydra["choices"].get(EXPERIMENT)
-    from_file = [f"{key}={yaml_text(value)}" for key, value in params.items()]
+    from_file = [f"{key}={yaml_text(value)}" for key, value in set_there.items() if key not in typed]
     own = parsed(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
     if not sweep:
         swept = [o.input_line for o in overrides if o.is_sweep_override()]

@@ -18,13 +18,8 @@ def versions() -> dict[str, str | None]:
     """Package -> version, python and this package included."""
     import pqcache
 
-    known: dict[str, str | None] = {"python": platform.python_version(), "pqcache": pqcache.__version__}
-    for package in PACKAGES:
-        try:
-            known[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            known[package] = None
-    return known
+    own = {"python": platform.python_version(), "pqcache": pqcache.__version__}
+    return {**own, **{package: metadata.version(package) for package in PACKAGES}}
 
 
 class Facts(TypedDict):

@@ -133,8 +133,6 @@ def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Ide
         else:
             options, hashed, absent = {**options, **own}, {**hashed, **kept}, {**absent, **known}
         prefix = f"{group}." if group else ""
-        own_changed = {
-            prefix + key: value for key, value in own.items() if key not in defaults or defaults[key] != value
-        }
+        own_changed = {prefix + k: value for k, value in own.items() if k not in defaults or defaults[k] != value}
         changed = {**changed, **own_changed} if group else {**own_changed, **changed}
     return Identity(options, hashed, absent, without_secrets(changed))

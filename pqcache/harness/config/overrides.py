@@ -156,9 +156,8 @@ def _wrong(override: Override, config_dir: Path) -> str:
     if not 0 < (points := _points(override)) <= MOST_CELLS:
         return f"{text}: names {points:g} values; one command runs at most {MOST_CELLS} cells"
     if key in GROUPS:
-        return next(
-            filter(None, (_wrong_choice(key, value, config_dir) for value in _values(override, config_dir))), ""
-        )
+        lines = (_wrong_choice(key, value, config_dir) for value in _values(override, config_dir))
+        return next(filter(None, lines), "")
     return f"{text}: glob() works for {', '.join(GROUPS)} only" if isinstance(override.value(), Glob) else ""
 
 

@@ -28,14 +28,8 @@ LINES = (10, 20)  # in place of longer lists
 # Swept over: one value per cell.
 GRIDS: dict[str, tuple[int, ...] | None] = {"seed": None, "task.length": LENGTHS, "task.lines": LINES}
 LISTS = {"lengths": LENGTHS, "lines": LINES, "depths": None}  # one list per cell
-LARGEST = {
-    "length": LENGTHS[-1],
-    "tokens": LENGTHS[-1],
-    "stride": 250,
-    "constructed_tokens": 700,
-    "new_tokens": 8,
-    "rounds": 1,
-}
+LARGEST = {**dict.fromkeys(("length", "tokens"), LENGTHS[-1]), "stride": 250, "constructed_tokens": 700}
+LARGEST |= {"new_tokens": 8, "rounds": 1}
 
 
 def reduced(composed: Iterable[Composed]) -> list[Composed]:

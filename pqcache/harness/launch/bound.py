@@ -198,16 +198,8 @@ def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:
         there = free(device_of(cell))
         weights = parameter_count(config) * getattr(torch, dtype).itemsize
         chunk = None if there is None else fitting_chunk(config, prompt, max(0, there - weights) // batch, dtype)
-    return bound(
-        config,
-        cell.method,
-        prompt_tokens=prompt,
-        new_tokens=new,
-        dtype=dtype,
-        attn=cell.run.attn,
-        prefill_chunk=chunk,
-        batch=batch,
-    )
+    how: dict[str, Any] = {"dtype": dtype, "attn": cell.run.attn, "prefill_chunk": chunk, "batch": batch}
+    return bound(config, cell.method, prompt_tokens=prompt, new_tokens=new, **how)
 
 
 def misfit(cell: Cell, longest: tuple[int, int], need: Memory | None) -> tuple[bool, str]:
@@ -230,22 +222,20 @@ def misfit(cell: Cell, longest: tuple[int, int], need: Memory | None) -> tuple[b
 
 def _advice(cell: Cell, longest: tuple[int, int], device: str, there: int) -> str:
     """The fewest changes with which the upper bound fits."""
-    changes = _changes(cell, device)
+    changes, room = _changes(cell, device), free("cpu")
+
+    def fits(chosen: tuple[str, ...]) -> bool:
+        changed = cell
+        for text in chosen:
+            changed = replace(changed, **changes[text])
+        need = memory_of(changed, longest)
+        return need is not None and need.on(device) <= there and (device == "cpu" or room is None or need.host <= room)
+
     for count in range(1, len(changes) + 1):
-        would = [chosen for chosen in combinations(changes, count) if _fits(cell, longest, device, there, chosen)]
-        if would:
+        if would := list(filter(fits, combinations(changes, count))):
             return f"; {' or '.join(' with '.join(chosen) for chosen in would)} would fit"
     spread = " or model.device_map=auto" if cell.identity["model"].get("path") else ""
     return f"; not with {', '.join(changes)} either: a smaller model or shorter prompts{spread}" if changes else ""
-
-
-def _fits(cell: Cell, longest: tuple[int, int], device: str, there: int, chosen: tuple[str, ...]) -> bool:
-    changes = _changes(cell, device)
-    for text in chosen:
-        cell = replace(cell, **changes[text])
-    need = memory_of(cell, longest)
-    room = free("cpu")
-    return need is not None and need.on(device) <= there and (device == "cpu" or room is None or need.host <= room)
 
 
 def _changes(cell: Cell, device: str) -> dict[str, dict[str, Any]]:

@@ -121,10 +121,8 @@ def _documents(cell: Cell, session: Session) -> Documents:
         loaded = session.text_side(cell)
         requests = session.requests(cell, loaded)
     except (OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        return Documents(
-            {}, (told.prompt or room, told.answer), f"{task.name}: the data is not at hand ({reason[:80]})"
-        )
+        note = f"{task.name}: the data is not at hand ({' '.join(str(error).split())[:80]})"
+        return Documents({}, (told.prompt or room, told.answer), note)
     counts: dict[str, set[int]] = {}
     for request in requests:
         counts.setdefault(str(request.task_name), set()).add(int(request.doc_id or 0))
@@ -186,9 +184,8 @@ def time_words(plan: Plan) -> str:
         return "unknown" if plan.unknown else "all samples are done"
     known = [one for one in missing if one.seconds is not None]
     if len(known) < len(missing) or plan.unknown:
-        return (
-            "unknown" if not known else f"unknown: cells without a sample of this machine: {len(missing) - len(known)}"
-        )
+        without = len(missing) - len(known)
+        return f"unknown: cells without a sample of this machine: {without}" if known else "unknown"
     return f"about {duration(sum(one.missing * (one.seconds or 0.0) for one in missing))}"
 
 
@@ -206,9 +203,8 @@ def short(plan: Plan) -> list[str]:
     """The line that a run begins with."""
     cells = f"{len(plan.cells)} cells, " if len(plan.cells) > 1 else ""
     done = plan.samples - plan.missing
-    samples = (
-        f"{plan.samples:,} sample{'' if plan.samples == 1 else 's'}{_each(plan)}{f', {done:,} done' if done else ''}"
-    )
+    samples = f"{plan.samples:,} sample{'' if plan.samples == 1 else 's'}{_each(plan)}"
+    samples += f", {done:,} done" if done else ""
     known = [(one.memory.on(bound.device_of(one.cell)), one) for one in plan.cells if one.memory is not None]
     parts = [f"plan: {cells}{'samples unknown' if plan.unknown else samples}"]
     if known:

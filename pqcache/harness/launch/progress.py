@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, TextIO
 
 from tqdm import tqdm
+from tqdm.contrib import DummyTqdmFile
 
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.options import LocalLaunch
@@ -74,7 +75,7 @@ class Total:
             self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=position, bar_format=BAR)
             self._stack.callback(self._bar.close)
             if sys.stdout.isatty():
-                self._stack.enter_context(contextlib.redirect_stdout(_Above(sys.stdout)))
+                self._stack.enter_context(contextlib.redirect_stdout(DummyTqdmFile(self.stream)))
 
     def sample(
         self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
@@ -141,28 +142,3 @@ class Total:
         begin, done = (since, self._passed - weight) if len(self._seen) > 1 else (self._start, self._passed)
         left = sum(self._weight[cell] * count for cell, count in self._left.items())
         return (self.clock() - begin) * left / done if done > 0 else None
-
-
-class _Above(io.TextIOBase):
-    """Writes whole lines to a terminal, above the bars that stand there."""
-
-    def __init__(self, terminal: TextIO) -> None:
-        self._terminal = terminal
-        self._line = ""
-
-    def write(self, text: str) -> int:
-        whole, end, rest = (self._line + text).rpartition("\n")
-        self._line = rest
-        if end:
-            with tqdm.external_write_mode(file=self):
-                self._terminal.write(whole + end)
-        return len(text)
-
-    def flush(self) -> None:
-        self._terminal.flush()
-
-    def isatty(self) -> bool:
-        return True
-
-    def fileno(self) -> int:
-        return self._terminal.fileno()

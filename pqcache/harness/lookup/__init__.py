@@ -58,6 +58,8 @@ FLAGS = {
 }
 HELP = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text(encoding="utf-8"))
 EXAMPLES, MORE, GROUP_MEANINGS, OTHER_KEYS = (HELP[part] for part in ("examples", "more", "groups", "other"))
+# commands, each with what it does below it
+TO_TYPE = "\n".join(f"  {places.COMMAND} {words}\n      {what}" for words, what in EXAMPLES.items())
 
 
 def answer(argv: Sequence[str]) -> int:
@@ -84,13 +86,13 @@ def answer(argv: Sequence[str]) -> int:
 def short_help() -> str:
     """What a bare command prints: what to type first."""
     more = [f"  {f'{places.COMMAND} {words}':<42}{what}" for words, what in MORE.items()]
-    return "\n".join([TITLE, "", *_examples(), "", *more])
+    return "\n".join([TITLE, "", TO_TYPE, "", *more])
 
 
 def full_help() -> str:
     """Groups, keys and flags with their meaning."""
     columns = width() or FILED
-    blocks = [TITLE, "\n".join(_examples())]
+    blocks = [TITLE, TO_TYPE]
     blocks.append("Choose one of each; a group's file in configs/ has its options and their defaults:")
     for group, meaning in GROUP_MEANINGS.items():
         about = folded(meaning, columns, "      ", f"  {group}=  ")
@@ -101,11 +103,6 @@ def full_help() -> str:
     blocks.append("Other commands and keys:\n" + pairs(other, columns=columns))
     blocks.append("Flags:\n" + pairs(FLAGS, columns=columns))
     return "\n\n".join([*blocks, f"{places.COMMAND} explain=<key, method.<key>, task.<key> or name> says more of one."])
-
-
-def _examples() -> list[str]:
-    """Commands, each with what it does below it."""
-    return [f"  {places.COMMAND} {words}\n      {what}" for words, what in EXAMPLES.items()]
 
 
 def names_of(group: str) -> list[str]:
@@ -141,9 +138,8 @@ def folded(text: str, columns: int | None, indent: str = "", first: str | None =
     start = indent if first is None else first
     if columns is None:
         return f"{start}{text}"
-    return textwrap.fill(
-        text, columns, initial_indent=start, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False
-    )
+    whole: dict[str, Any] = {"break_long_words": False, "break_on_hyphens": False}
+    return textwrap.fill(text, columns, initial_indent=start, subsequent_indent=indent, **whole)
 
 
 # -- list= -------------------------------------------------------------------------------------------------------------
@@ -158,36 +154,23 @@ def listed(kind: str) -> str:
     return f"{pairs(KINDS[kind](), indent='')}\n\n{use}"
 
 
-def methods() -> dict[str, str]:
-    """Method -> what it does, with its paper: the first line of its module."""
-    return {name: _about_method(name) for name in METHODS}
-
-
-def tasks() -> dict[str, str]:
-    """Task -> what it asks."""
-    return {**{name: _about_task(name) for name in TASKS}, LM_EVAL: " ".join(_head("task", LM_EVAL))}
-
-
-def models() -> dict[str, str]:
-    """Model -> where its weights are from and what to know of it: the head of its file."""
-    return {name: _about_model(name) for name in options_of("model", places.CONFIGS)}
-
-
 def experiments() -> dict[str, str]:
     """Experiment -> the first sentence of its comment, after the command that runs it."""
     heads = {name: " ".join(one.head[1:]) for name, one in sorted(found(places.CONFIGS).items())}
     return {name: text.partition(". ")[0] + ("." if ". " in text else "") for name, text in heads.items()}
 
 
+# name -> what it is
 KINDS: dict[str, Callable[[], dict[str, str]]] = {
-    "methods": methods,
-    "tasks": tasks,
-    "models": models,
+    "methods": lambda: {name: _about_method(name) for name in METHODS},
+    "tasks": lambda: {**{name: _about_task(name) for name in TASKS}, LM_EVAL: " ".join(_head("task", LM_EVAL))},
+    "models": lambda: {name: _about_model(name) for name in options_of("model", places.CONFIGS)},
     "experiments": experiments,
 }
 
 
 def _about_method(name: str) -> str:
+    """What it does, with its paper: the first line of its module."""
     first, _, rest = next(filter(None, docstrings(name)), "").partition("\n")[0].partition(": ")
     # "PQCache: retrieve ..." says the name twice; "KVCrush with ...: ..." is a sentence of its own
     return rest if rest and " " not in first else first + (f": {rest}" if rest else "")
@@ -208,6 +191,7 @@ def _about_task(name: str) -> str:
 
 
 def _about_model(name: str) -> str:
+    """Where its weights are from and what to know of it: the head of its file."""
     if name == "embedded":
         return "the small trained model inside the package; nothing is downloaded"
     if name in WEIGHTS:
@@ -282,13 +266,17 @@ def explained(asked: str) -> str:
     if key in (top := options(RunOptions)):  # diagnostics is an experiment, too
         blocks = ["\n".join([key, *_facts(top[key])]), *named]
     elif key in GROUP_MEANINGS or key in OTHER_KEYS:
-        blocks = ["\n".join([f"{key}=", folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), "  "), *_choices(key)])]
+        blocks = [f"{key}=\n{folded((GROUP_MEANINGS | OTHER_KEYS)[key], width(), '  ')}"]
+        if key in GROUPS:
+            blocks[0] += f"\n{folded(', '.join(options_of(key, places.CONFIGS)), width(), '    ', '  names: ')}"
+            blocks[0] += f"\n  {places.COMMAND} list={key}s says what each is" if f"{key}s" in KINDS else ""
     elif dot and group in NODES:
         blocks = _option(group, name)
     else:
         blocks = named or [block for g in NODES if not dot for block in _option(g, key)]
-    found = find_term(asked)
-    words = [found] if found is not None else []
+    known = {folded_name(name): of for name, of in terms().items()}
+    usual, meaning = known.get(folded_name(asked), ("", ""))
+    words = [(usual if len(usual) > 2 else asked, meaning)] if usual else []
     blocks += [f"{title}\n{folded(meaning, width(), '  ')}" for title, meaning in [*words, *_row_fields(asked)]]
     return "\n\n".join(blocks) if blocks else _unknown(asked)
 
@@ -297,11 +285,8 @@ def keys_of(group: str) -> dict[str, Iterable[str]]:
     """Method, task or launch -> its options, by name alone. The model's are all models', those of decode everyone's."""
     if group == "method":
         # of methods from outside, which would be imported, explain=<name> says the options
-        return {
-            name: [key for key in file_of(places.CONFIGS, "method", name) if key != "name"]
-            for name in METHODS
-            if name in BUILT_IN
-        }
+        known = {name: file_of(places.CONFIGS, "method", name) for name in METHODS if name in BUILT_IN}
+        return {name: [key for key in file if key != "name"] for name, file in known.items()}
     return {name: option_fields(cls) for name, cls in _classes(group).items()}
 
 
@@ -315,12 +300,9 @@ def having(group: str, of: Iterable[str] = ()) -> dict[str, dict[str, Option]]:
 def _classes(group: str) -> dict[str, type[Any]]:
     if group == "task":
         return {**{name: task_class(name).Options for name in TASKS}, LM_EVAL: task_class(f"{LM_EVAL}:").Options}
-    found: dict[str, dict[str, type[Any]]] = {
-        "launch": {**LAUNCHES},
-        "model": {"": ModelOptions},
-        DECODE: {"": DecodeOptions},
-    }
-    return found.get(group, {})
+    if group == "launch":
+        return {**LAUNCHES}
+    return {"": ModelOptions} if group == "model" else {"": DecodeOptions} if group == DECODE else {}
 
 
 def _facts(option: Option) -> list[str]:
@@ -351,14 +333,6 @@ def paper(method: str) -> str:
     module, own = docstrings(method)
     found = PAPER.search(" ".join(module.partition("\n\n")[0].split())) or PAPER.search(" ".join(own.split()))
     return found[1] if found else ""
-
-
-def _choices(group: str) -> list[str]:
-    """The names of a group."""
-    if group not in GROUPS:
-        return []
-    lines = [folded(", ".join(options_of(group, places.CONFIGS)), width(), "    ", "  names: ")]
-    return [*lines, *([f"  {places.COMMAND} list={group}s says what each is"] if f"{group}s" in KINDS else [])]
 
 
 def _about(group: str, name: str) -> str:
@@ -425,11 +399,3 @@ def folded_name(text: str) -> str:
     """A name without case, plural, and what joins its words."""
     words = re.sub(r"[\s_-]+", " ", text.casefold()).strip()
     return words.removesuffix("s") if len(words) > 3 and not words.endswith("ss") else words
-
-
-def find_term(asked: str) -> tuple[str, str] | None:
-    """(the usual name, the meaning) of a term; None if it is none."""
-    for name, (usual, meaning) in terms().items():
-        if folded_name(name) == folded_name(asked):
-            return usual if len(usual) > 2 else asked, meaning
-    return None
