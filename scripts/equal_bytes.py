@@ -77,9 +77,8 @@ def solve(measure: Callable[[int, bool], float], target: float, prompt: float, t
         if tokens in tried:
             break
     closest = min(tried, key=lambda t: abs(tried[t] - target))
-    raise Unreachable(
-        f"closest is {closest} tokens, {100 * (tried[closest] / target - 1):+.2f} %, in {len(tried)} runs"
-    )
+    off = f"{100 * (tried[closest] / target - 1):+.2f} %"
+    raise Unreachable(f"closest is {closest} tokens, {off}, in {len(tried)} runs")
 
 
 class Bench:
@@ -181,10 +180,9 @@ def run(bench: Bench) -> None:
         row = fits[name] = bench.fit(name, reference)
         print(f"{name}: {row if isinstance(row, str) else summary_line(row)}", flush=True)
     print(f"\n{table(reference, fits)}\n")
-    cells = (
-        f"{reference['model']}, {reference['kv_dtype']}, {reference['task']}: {reference['n_samples']} samples a cell"
-    )
-    print(f"{cells}, {reference['prompt_tokens']:.0f} prompt tokens on average, batch 1.")
+    cells = f"{reference['model']}, {reference['kv_dtype']}, {reference['task']}"
+    samples = f"{reference['n_samples']} samples a cell, {reference['prompt_tokens']:.0f} prompt tokens on average"
+    print(f"{cells}: {samples}, batch 1.")
     print(f"error: of bytes against {bench.reference}'s. content: without buffer slack; allocated: with it.")
 
 

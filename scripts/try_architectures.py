@@ -162,10 +162,8 @@ def answer(model: PreTrainedModel) -> torch.Tensor:
     ids = torch.randint(3, 128, (2, PROMPT), generator=torch.Generator().manual_seed(1))
     ids[1, :PADDING] = 0
     greedy = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out = model.generate(
-        ids, attention_mask=(ids != 0).long(), output_logits=True, return_dict_in_generate=True, **greedy
-    )
-    return torch.stack(out.logits, 1)
+    kept = {"output_logits": True, "return_dict_in_generate": True}
+    return torch.stack(model.generate(ids, attention_mask=(ids != 0).long(), **kept, **greedy).logits, 1)
 
 
 def table(columns: list[str], trials: list[Trial], cells: Callable[[Trial], list[str]]) -> str:
@@ -173,9 +171,8 @@ def table(columns: list[str], trials: list[Trial], cells: Callable[[Trial], list
     of = sorted(trials, key=lambda trial: trial.family.kind)
     lines = [[f"`{trial.family.kind}`", trial.family.models, *cells(trial)] for trial in of]
     head = ["model_type", "for example", *columns]
-    return "\n".join(
-        [f"| {' | '.join(head).rstrip()} |", "|---" * len(head) + "|", *(f"| {' | '.join(x)} |" for x in lines)]
-    )
+    top = [f"| {' | '.join(head).rstrip()} |", "|---" * len(head) + "|"]
+    return "\n".join([*top, *(f"| {' | '.join(line)} |" for line in lines)])
 
 
 def applying() -> str:

@@ -74,10 +74,8 @@ class Description:
         parts = [body, own]
         self.deviations = ""
         for i, part in enumerate(parts):
-            found = re.search(r"^Deviations[^\n]*:[^\n]*\n.*", part, re.MULTILINE | re.DOTALL)
-            if found:
-                self.deviations = found[0].strip()
-                parts[i] = part[: found.start()]
+            if found := re.search(r"^Deviations[^\n]*:[^\n]*\n.*", part, re.MULTILINE | re.DOTALL):
+                self.deviations, parts[i] = found[0].strip(), part[: found.start()]
         self.count = len(re.findall(r"^- ", self.deviations, re.MULTILINE))
         self.body = "\n\n".join(part.strip("\n") for part in (parts[1], parts[0]) if part.strip())
         number = re.search(r"arXiv (\d{4}\.\d{4,5})", self.title)
@@ -111,14 +109,12 @@ def methods_table(short: bool) -> str:
     for one in map(Description, METHODS):
         link = f"[{one.name}](docs/methods.md#{one.name})" if short else f"[{one.name}](#{one.name})"
         repository = one.official.partition("):")[0] + ")" if one.official.startswith("[") else one.official
-        cells = [link, one.kind, one.paper, repository or "none published", str(one.count)]
-        if not short:
-            cells.insert(2, re.sub(r" \([^()]*\)", "", one.title.partition(": ")[2]).rstrip("."))
-        lines.append(f"|{'|'.join(map(written, cells))}|" if short else f"| {' | '.join(map(written, cells))} |")
-    if short:
-        return "\n".join(["|method|kind|paper|official code|deviations|", "|---|---|---|---|---|", *lines])
-    head = "| method | kind | what it does | paper | official code | deviations |"
-    return "\n".join([head, "|---|---|---|---|---|---|", *lines])
+        does = [] if short else [re.sub(r" \([^()]*\)", "", one.title.partition(": ")[2]).rstrip(".")]
+        cells = [link, one.kind, *does, one.paper, repository or "none published", str(one.count)]
+        lines.append(f"| {' | '.join(map(written, cells))} |")
+    head = f"| method | kind |{'' if short else ' what it does |'} paper | official code | deviations |"
+    text = "\n".join([head, "|" + "---|" * (5 if short else 6), *lines])
+    return text.replace(" | ", "|").replace("| ", "|").replace(" |", "|") if short else text
 
 
 def methods_page() -> str:
@@ -137,9 +133,8 @@ def methods_page() -> str:
     ]
     for one in map(Description, METHODS):
         parts += [f"## {one.name}", one.title]
-        if (
-            DOCS / "kept" / f"{one.name}.svg"
-        ).exists():  # of the methods at commit a59e9eb, which has the script that drew them
+        # of the methods at commit a59e9eb, which has the script that drew them
+        if (DOCS / "kept" / f"{one.name}.svg").exists():
             parts += [f"![what {one.name} keeps and attends to](kept/{one.name}.svg)"]
         parts += [one.body] if one.body else []
         parts += [NOTES[one.name]] if one.name in NOTES else []
@@ -224,11 +219,8 @@ def row_page() -> str:
         "`pqcache.harness.report.rows` reads rows (`read_row`, `rows_under`); [results.md](results.md) makes tables of them.",
         "`Count` is an int and `Amount` a float, both from 0 on; `Percent` is a float from 0 to 100.",
     ]
-    for cls, title in (
-        (row_module.Row, "Row"),
-        (row_module.PromptProtocol, "prompt_protocol"),
-        (row_module.Diagnostics, "diagnostics"),
-    ):
+    nodes = {"prompt_protocol": row_module.PromptProtocol, "diagnostics": row_module.Diagnostics}
+    for title, cls in {"Row": row_module.Row, **nodes}.items():
         parts += [f"## {title}", " ".join((inspect.getdoc(cls) or "").split()), *fields_tables(cls)]
     return "\n\n".join(parts) + "\n"
 
@@ -262,11 +254,8 @@ def answers() -> str:
 
 def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    made = {
-        "real": fidelity.table(real()),
-        "answers": answers(),
-        "results": trade_off.table(points().query("method in @README_METHODS")),
-    }
+    made = {"real": fidelity.table(real()), "answers": answers()}
+    made["results"] = trade_off.table(points().query("method in @README_METHODS"))
     for name, table in made.items():
         table = re.sub(r" ?\| ?", "|", table)
         # an interval stays on one line

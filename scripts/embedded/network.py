@@ -141,10 +141,8 @@ def _match_and_copy(attention: torch.nn.Module, circuit: _Circuit, readers: list
     # Values are long vectors here: noise in the output projection would drown the copy.
     attention.o_proj.weight *= 0.1
     for kv in range(circuit.kv_heads):
-        scatter = [
-            torch.randn(len(static), circuit.code, generator=circuit.generator) / math.sqrt(len(static))
-            for _ in offsets
-        ]
+        size = len(static), circuit.code
+        scatter = [torch.randn(size, generator=circuit.generator) / math.sqrt(len(static)) for _ in offsets]
         key = sum(scatter[o - 1] @ readers[o] for o in offsets)
         attention.k_proj.weight[kv * d + static] += _MATCH * key
         attention.v_proj.weight[kv * d : kv * d + area, :area] += torch.eye(area)

@@ -28,9 +28,7 @@ def _docstrings() -> list[str]:
             continue
         for node in ast.walk(tree):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-                doc = ast.get_docstring(node)
-                if doc:
-                    texts.append(doc)
+                texts += filter(None, [ast.get_docstring(node)])
     return texts
 
 

@@ -188,9 +188,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--first-stage", type=int, default=0, help="index of the stage to start with")
     parser.add_argument("--lr-scale", type=float, default=1.0)
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument(
-        "--compile", action="store_true", help="torch.compile; about 1.4 times faster, needs a C++ compiler"
-    )
+    faster = "torch.compile; about 1.4 times faster, needs a C++ compiler"
+    parser.add_argument("--compile", action="store_true", help=faster)
     parser.add_argument("--threads", type=int, default=0, help="CPU threads; 0: torch's choice")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", default=str(model_dir()))

@@ -36,6 +36,7 @@ _WRAPPER = (
 _TRAILER = " Don't give information outside the document or repeat your findings."
 
 Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+Rng = np.random.Generator
 
 
 class Turn(NamedTuple):
@@ -171,7 +172,7 @@ class RowMaker:
         return self._assembled(rng, py, opening, pieces, filler_kind, turns, length)
 
     def _scenes(
-        self, rng: np.random.Generator, py: Random, names: list[str], length: int, share: float
+        self, rng: Rng, py: Random, names: list[str], length: int, share: float
     ) -> tuple[list[list[int]], list[Ask]]:
         """The sentences and questions of scenes of the named families, as many as fit beside the questions."""
         lexicon = Lexicon(py, self.material.words.names_train, self.material.words.values_train)
@@ -218,29 +219,27 @@ class RowMaker:
 
     def _assembled(
         self,
-        rng: np.random.Generator,
+        rng: Rng,
         py: Random,
         opening: list[int],
         pieces: list[list[int]],
-        filler_kind: str,
+        kind: str,
         turns: list[Turn],
         length: int,
     ) -> Arrays:
         """The row of an opening, a document of all pieces in filler, and the turns."""
         room = length - tokens_of(turns) - len(opening) - 1
-        ids = [self.bos, *opening, *self._document(rng, py, pieces, filler_kind, room)]
+        ids = [self.bos, *opening, *self._document(rng, py, pieces, kind, room)]
         weights = [0.0] * len(ids)
         for turn in turns:
             ids += turn.ids
             weights += turn.weights
         return np.array(ids[:length]), np.array(weights[:length], dtype=np.float32), positions_with_jumps(rng, length)
 
-    def _document(
-        self, rng: np.random.Generator, py: Random, pieces: list[list[int]], filler_kind: str, size: int
-    ) -> list[int]:
+    def _document(self, rng: Rng, py: Random, pieces: list[list[int]], kind: str, size: int) -> list[int]:
         """Exactly `size` tokens: all pieces at random places in filler (cut where the size demands it)."""
         room = max(size - sum(map(len, pieces)), 0)
-        chunks = self.material.filler(rng, py, filler_kind, room)
+        chunks = self.material.filler(rng, py, kind, room)
         if chunks:
             surplus = sum(map(len, chunks)) - room
             chunks[-1] = chunks[-1][: len(chunks[-1]) - surplus]

@@ -37,9 +37,8 @@ def start(
     shipped = recipe.rows == "chain"
     tok = load_tokenizer() if shipped else tokenizer.train_tokenizer(tokenizer_texts(), network.MAX_POSITION)
     special = {"bos": tok.bos_token_id, "eos": tok.eos_token_id, "pad": tok.pad_token_id}
-    config = network.make_config(
-        len(tok), recipe.layers, recipe.hidden, recipe.heads, recipe.kv_heads, recipe.intermediate, special
-    )
+    sizes = recipe.layers, recipe.hidden, recipe.heads, recipe.kv_heads, recipe.intermediate
+    config = network.make_config(len(tok), *sizes, special)
     model = Qwen2ForCausalLM(config).float()
     network.start_weights(model, seed, recipe.skip)
     return model, tok

@@ -166,9 +166,8 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
             reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:240]}"
-            help_ = (
-                "if its data or this machine is offline, set task.include to a folder with a definition of local files"
-            )
+            help_ = "if its data or this machine is offline"
+            help_ += ", set task.include to a folder with a definition of local files"
             raise ValueError(f"task.name={self.target}: cannot be loaded ({reason}); {help_}") from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():

@@ -32,8 +32,9 @@ if TYPE_CHECKING:
 
 OptionsT = TypeVar("OptionsT")
 # (document, [answer]) -> metric -> value
-Score = Callable[[dict, list[str]], dict[str, float]]
+Score = Callable[[dict, Any], dict[str, Any]]
 
+PERPLEXITY = {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
 # Documents without a limit, where a generator never runs out of them.
 GENERATED = 50
 

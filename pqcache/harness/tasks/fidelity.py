@@ -28,7 +28,7 @@ from statistics import fmean
 from typing import Annotated, Any
 
 from pqcache.fields import MOST, Whole
-from pqcache.harness.tasks.base import Task, TaskRequest, TaskSpec, generation_task, require
+from pqcache.harness.tasks.base import PERPLEXITY, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.book import BOOK, book_facts, book_text
 from pqcache.harness.tasks.needle import Tokens
 from pqcache.harness.tasks.prompt_files import check_prompts, prompt_facts, prompt_files, read_prompts, text_of
@@ -98,9 +98,7 @@ def beside_full(name: str, docs: Sequence[dict], facts: Facts, tokens: int, **se
     """Documents whose `prompt` Full answers, and every method reads its answer. settings: of the adapter."""
     how = {"max_new_tokens": tokens, "beside_full": True, **settings}
     config = generation_task(name, docs, process_results, METRICS, **how)
-    config["metric_list"].append(
-        {"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}
-    )
+    config["metric_list"].append({**PERPLEXITY})
     return TaskSpec(lm_eval_tasks=[config], metric={name: "top1"}, data=facts, paired=METRICS)
 
 

@@ -15,7 +15,7 @@ from random import Random
 from typing import Any, Literal
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, in_memory
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows
 
 FIELDS = ("question", "answer")
 FILES = ("test.jsonl", "gsm8k_test.jsonl", "test.parquet")
@@ -31,9 +31,6 @@ class Gsm8kCotOptions:
     source: str = HUB
     # the reading of the answer that is the score
     extract: Literal["strict", "flexible"] = "flexible"
-
-    def __post_init__(self) -> None:
-        check_source(self.source)
 
 
 class Gsm8kCot(DataSetTask):

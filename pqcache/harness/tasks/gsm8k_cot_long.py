@@ -13,7 +13,7 @@ Deviations:
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Annotated, Any
@@ -21,11 +21,9 @@ from typing import Annotated, Any
 from pqcache.fields import MOST
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.gsm8k_cot import FIELDS, Gsm8kCot, problem
+from pqcache.harness.tasks.gsm8k_cot import FIELDS, TEST, Gsm8kCot, problem
 
-TRAIN = sources.DataSet(
-    "openai/gsm8k", config="main", split="train", fields=FIELDS, graded=FIELDS, files=("train.jsonl", "train.parquet")
-)
+TRAIN = replace(TEST, split="train", files=("train.jsonl", "train.parquet"))
 EXEMPLARS = (7364, 1708, 669, 6724, 261, 1380, 3715, 7446, 1205, 9)  # rows of the train split, in the prompt's order
 STEPS = (9,) * 8 + (8,) * 2  # lines of reasoning of each
 CUE = "\nLet's think step by step\n"
@@ -40,9 +38,6 @@ class Gsm8kCotLongOptions:
     shots: Annotated[int, 0, len(EXEMPLARS)] = 10
     # longest prompt in tokens: examples are left out from the front; null: all of them
     tokens: Annotated[int, 64, MOST] | None = None
-
-    def __post_init__(self) -> None:
-        sources.check_source(self.source)
 
 
 class Gsm8kCotLong(Gsm8kCot):
@@ -77,11 +72,9 @@ class Gsm8kCotLong(Gsm8kCot):
 
     def _fitting(self, examples: list[str], question: str, tokenizer: Any) -> list[str]:
         """The last examples whose prompt has at most `task.tokens` tokens."""
-        max_tokens = self.options.tokens
-        if max_tokens is None:
-            return examples
-        while len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > max_tokens:
-            require(bool(examples), "tokens", max_tokens, "is too short for a question alone")
+        most = self.options.tokens
+        while most and len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > most:
+            require(bool(examples), "tokens", most, "is too short for a question alone")
             examples = examples[1:]
         return examples
 

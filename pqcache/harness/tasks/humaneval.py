@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sandbox import NotReady, judged, protections
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask
 
 FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
 DATA = DataSet(
@@ -38,9 +38,6 @@ class HumanEvalOptions:
     # seconds for one program
     timeout: Annotated[float, 1e-3, 600] = 3.0
 
-    def __post_init__(self) -> None:
-        check_source(self.source)
-
 
 class HumanEval(DataSetTask):
     Options = HumanEvalOptions
@@ -49,11 +46,8 @@ class HumanEval(DataSetTask):
     default_samples = 20
 
     def check(self) -> None:
-        allowed = (
-            "task=humaneval runs programs that the model writes, in a sandbox on this machine;"
-            " task.execute=true allows it"
-        )
-        require(self.options.execute, "execute", str(self.options.execute).lower(), allowed)
+        runs = "task=humaneval runs programs that the model writes, in a sandbox on this machine"
+        require(self.options.execute, "execute", "false", f"{runs}; task.execute=true allows it")
         try:
             protections()
         except NotReady as missing:
@@ -65,10 +59,8 @@ class HumanEval(DataSetTask):
     def build(self, request: TaskRequest) -> TaskSpec:
         self.check()
         rows, facts = self.read(request.seed, request.limit)
-        docs = [
-            {**{key: row[key] for key in FIELDS}, "answer": row["canonical_solution"], "timeout": self.options.timeout}
-            for row in rows
-        ]
+        shared = {"timeout": self.options.timeout}
+        docs = [{**{key: row[key] for key in FIELDS}, "answer": row["canonical_solution"], **shared} for row in rows]
         data = {**facts, "sandbox": protections()}
         return self.spec(docs, process_results, ["pass@1"], data=data, until=UNTIL, wrapper="none")
 

@@ -19,7 +19,7 @@ from typing import Any
 from pqcache.embedded import documents
 from pqcache.fields import Positive
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, check_source, published_texts
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, published_texts
 
 # LongEval's own rows are on GitHub only; its generator made these.
 REPO = "abacusai/LongChat-Lines"
@@ -33,9 +33,6 @@ class LineRetrievalOptions:
     lines: Positive = 200
     # hub, constructed, or a file or folder with <lines>_lines.jsonl
     source: str = HUB
-
-    def __post_init__(self) -> None:
-        check_source(self.source)
 
 
 class LineRetrieval(DataSetTask):
@@ -85,13 +82,9 @@ def constructed_row(rng: Random, lines: int) -> dict[str, Any]:
     values = [rng.randint(1, LARGEST) for _ in keys]
     chosen = rng.randrange(lines)
     record = [parts["line"].format(key=key, value=value) for key, value in zip(keys, values, strict=True)]
-    return {
-        "random_idx": [keys[chosen], chosen],
-        "expected_number": values[chosen],
-        "num_lines": lines,
-        "correct_line": record[chosen],
-        "prompt": parts["head"] + "".join(record) + parts["tail"].format(key=keys[chosen]),
-    }
+    prompt = parts["head"] + "".join(record) + parts["tail"].format(key=keys[chosen])
+    facts = {"random_idx": [keys[chosen], chosen], "expected_number": values[chosen], "num_lines": lines}
+    return {**facts, "correct_line": record[chosen], "prompt": prompt}
 
 
 def process_results(doc: dict, results: list[str]) -> dict[str, float]:

@@ -58,16 +58,11 @@ class NeedleOptions:
     haystack: str | None = None
 
     def __post_init__(self) -> None:
-        self._check("lengths", lambda n: n >= 1, "must be a list of different token counts, such as [1024,2048]")
-        self._check("depths", lambda d: 0 <= d <= 100, "must be a list of different percentages from 0 to 100")
+        for name, values in (("lengths", self.lengths), ("depths", self.depths)):
+            different = values is None or len(set(values)) == len(values) > 0
+            require(different, name, values, "must be a list of different numbers, such as [25,50]")
         if self.haystack is not None:
             read_haystack(self.haystack)
-
-    def _check(self, name: str, good: Callable[[int], bool], allowed: str) -> None:
-        if (values := getattr(self, name)) is not None:
-            setattr(self, name, values := list(values))
-            different = bool(values) and len(set(values)) == len(values)
-            require(different and all(map(good, values)), name, values, allowed)
 
 
 class Needle(Task[NeedleOptions]):
@@ -107,9 +102,8 @@ class Needle(Task[NeedleOptions]):
             while tokens is None or len(tokens) < length:
                 before = len(tokens or "")
                 tokens = Tokens(tokenizer, filler_text(Random(f"needle/{seed}"), characters))
-                require(
-                    len(tokens) > 1.2 * before, "lengths", length, "the tokenizer has no more tokens for a longer text"
-                )
+                more = len(tokens) > 1.2 * before
+                require(more, "lengths", length, "the tokenizer has no more tokens for a longer text")
                 characters *= 2
             return tokens
         text = read_haystack(self.options.haystack)

@@ -24,8 +24,9 @@ from typing import Annotated, Any, Literal
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.fields import MOST, Positive, Whole
+from pqcache.harness.tasks import base
 from pqcache.harness.tasks.any_lm_eval import percent
-from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, in_memory, require
+from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
 from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
 from pqcache.outside import read_text
@@ -143,17 +144,10 @@ class PG19(Task[PG19Options]):
 
 def definition(docs: list[dict]) -> dict[str, Any]:
     """lm-eval's configuration; the documents are positions, their text stays in `TaskSpec.tokens`."""
-    return {
-        "task": "pg19",
-        "custom_dataset": in_memory(docs),
-        "test_split": "test",
-        "output_type": "loglikelihood",
-        "doc_to_text": "",
-        "doc_to_target": "",
-        "process_results": process_results,
-        "metric_list": [{"metric": "perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}],
-        "metadata": {"version": 1.0},
-    }
+    config = base.generation_task("pg19", docs, process_results, (), max_new_tokens=0)
+    del config["generation_kwargs"]
+    texts = {"output_type": "loglikelihood", "doc_to_text": "", "doc_to_target": ""}
+    return {**config, **texts, "metric_list": [{**base.PERPLEXITY}]}
 
 
 def process_results(doc: dict, results: list[tuple[float, bool]]) -> dict[str, tuple[float, int]]:

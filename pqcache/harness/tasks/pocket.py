@@ -60,9 +60,8 @@ class Pocket(Task[PocketOptions]):
         n, length = request.samples(GENERATED), self.options.length
         configs = []
         for family in self.families:
-            samples = generator.make_samples(
-                family, n, length, request.seed, request.tokenizer, request.count_tokens, words=words
-            )
+            how = request.seed, request.tokenizer, request.count_tokens
+            samples = generator.make_samples(family, n, length, *how, words=words)
             docs = [{**sample, "family": family} for sample in samples]
             name, tokens = f"pocket_{family}", FAMILIES[family][0]
             configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=tokens))

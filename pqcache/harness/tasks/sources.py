@@ -104,9 +104,8 @@ class DataSet:
             rows, facts = _read_file(path, self.fields, path.stat().st_mtime_ns), file_facts(path)
         for number, row in enumerate(rows[:limit], 1):
             if empty := [field for field in self.graded if blank(row.get(field))]:
-                raise ValueError(
-                    f"task.source={source}: row {number}: {', '.join(empty)} is empty; it cannot be graded"
-                )
+                what = f"row {number}: {', '.join(empty)} is empty"
+                raise ValueError(f"task.source={source}: {what}; it cannot be graded")
         return rows[:limit], {**facts, "sha256": dict(facts["sha256"])}
 
 
@@ -149,6 +148,10 @@ class DataSetTask(Task[Any]):
     data_set: DataSet
     # Constructed rows where no limit is set.
     default_samples = GENERATED
+
+    def __init__(self, name: str, options: Any) -> None:
+        super().__init__(name, options)
+        check_source(options.source)
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         """One constructed row; it depends on the seed and its number alone."""

@@ -73,10 +73,8 @@ class Turns(Task[TurnsOptions]):
 
     def build(self, request: TaskRequest) -> TaskSpec:
         docs, facts = (self.construct if self.options.source == CONSTRUCTED else self.read)(request)
-        docs = [
-            {**doc, "answer": " / ".join(one[0] for one in doc["answers"]), "metric": self.options.metric}
-            for doc in docs
-        ]
+        shared = {"metric": self.options.metric}
+        docs = [{**doc, "answer": " / ".join(one[0] for one in doc["answers"]), **shared} for doc in docs]
         most = max(len(doc["answers"]) for doc in docs)
         metrics = ["score", "fall", *(f"turn_{number}" for number in range(1, most + 1))]
         spec = self.spec(docs, process_results, metrics, data=facts, conversation=True)

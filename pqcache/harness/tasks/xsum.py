@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pqcache.embedded import documents
 from pqcache.fields import Positive
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, check_source
+from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask
 
 DATA = DataSet(
     "EdinburghNLP/xsum",
@@ -39,9 +39,6 @@ class XSumOptions:
     # sentences of a constructed document
     sentences: Positive = 20
 
-    def __post_init__(self) -> None:
-        check_source(self.source)
-
 
 class XSum(DataSetTask):
     Options = XSumOptions
@@ -58,10 +55,8 @@ class XSum(DataSetTask):
 
     def build(self, request: TaskRequest) -> TaskSpec:
         rows, facts = self.read(request.seed, request.limit)
-        prompts = [PROMPT.format(document=row["document"]) for row in rows]
         docs = [
-            {"prompt": prompt, "answer": row["summary"], "meta": {"id": str(row["id"])}}
-            for prompt, row in zip(prompts, rows, strict=True)
+            {"prompt": PROMPT.format(**row), "answer": row["summary"], "meta": {"id": str(row["id"])}} for row in rows
         ]
         return self.spec(docs, process_results, METRICS, main=self.options.rouge, data=facts, until=["\n"])
 

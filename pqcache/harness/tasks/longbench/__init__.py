@@ -164,10 +164,8 @@ class LongBench(Task[LongBenchOptions]):
             rows, facts = read_archive(files, self.options.revision, max_rows)
         else:
             paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
-            rows = {
-                dataset: sources.read_rows(path, fields=data_sets.FIELDS, limit=max_rows)
-                for dataset, path in paths.items()
-            }
+            how: dict[str, Any] = {"fields": data_sets.FIELDS, "limit": max_rows}
+            rows = {dataset: sources.read_rows(path, **how) for dataset, path in paths.items()}
             facts = sources.facts_of("local folder", {path.name: sources.sha256(path) for path in paths.values()})
         for dataset, name in files.items():
             for number, row in enumerate(rows[dataset], 1):
@@ -193,11 +191,11 @@ class LongBenchE(LongBench):
         return data_sets.DATASETS_E
 
     def split(self, dataset: str, rows: list[dict], limit: int | None) -> dict[str, list[dict]]:
-        buckets = {
-            name: [row for row in rows if least <= row["length"] < end][:limit]
-            for name, (least, end) in data_sets.BUCKETS.items()
-        }
-        return {f"longbench_e_{dataset}_{name}": members for name, members in buckets.items() if members}
+        buckets = {}
+        for name, (least, end) in data_sets.BUCKETS.items():
+            if members := [row for row in rows if least <= row["length"] < end][:limit]:
+                buckets[f"longbench_e_{dataset}_{name}"] = members
+        return buckets
 
     def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
         """`samples` for each bucket."""

@@ -197,9 +197,8 @@ def _sentence_zh(writer: _Writer) -> str:
 def _document_zh(writer: _Writer) -> Row:
     place, colour = f"{writer.one(_TOWNS_ZH)}的{writer.one(_THINGS_ZH)}", writer.one(_VALUES_ZH)
     fact, question = f"{place}是{colour}的。", f"{place}是什么颜色的？"
-    return _row(
-        "".join(writer.put(fact, writer.fill(lambda i: _sentence_zh(writer), fact + question))), question, f"{colour}。"
-    )
+    filler = writer.fill(lambda i: _sentence_zh(writer), fact + question)
+    return _row("".join(writer.put(fact, filler)), question, f"{colour}。")
 
 
 def _retrieval_zh(writer: _Writer) -> Row:

@@ -32,9 +32,8 @@ class Official:
     template: str
 
 
-_KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(
-    Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8")
-)
+_TEXT = Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8")
+_KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(_TEXT)
 DATASETS, CHINESE = ({name: Official(*own) for name, own in _KNOWN[part].items()} for part in ("data_sets", "chinese"))
 OFFICIAL = {**DATASETS, **CHINESE}
 DATASETS_E = tuple(name for name in DATASETS if name not in ("narrativeqa", "musique", "qmsum"))

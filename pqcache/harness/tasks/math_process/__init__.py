@@ -36,9 +36,8 @@ class CannotScore(ValueError):
 
 
 def _broken(failed: CallFailed) -> CannotScore:
-    return CannotScore(
-        f"the packages in {packages.folder()} cannot be used ({failed}); `{packages.command()}` installs them"
-    )
+    what = f"the packages in {packages.folder()} cannot be used ({failed})"
+    return CannotScore(f"{what}; `{packages.command()}` installs them")
 
 
 class Functions:
@@ -56,14 +55,8 @@ class Functions:
             return self.process
         self.stop()
         path = [str(self.folder), *(path for path in sys.path if path)]
-        settings = {
-            "how": None,
-            "parent": os.getpid(),
-            "memory": MEMORY,
-            "longest": LINE,
-            "data_sets": True,
-            "path": path,
-        }
+        bounds = {"parent": os.getpid(), "memory": MEMORY, "longest": LINE}
+        settings = {"how": None, **bounds, "data_sets": True, "path": path}
         command = [sys.executable, "-s", "-S", "-B", str(CHILD), json.dumps(settings)]
         self.process = process = Process(command, LINE, data_sets=True, env={**os.environ, **ONE_THREAD})
         atexit.register(self.stop)

@@ -61,12 +61,8 @@ class Ruler(Task[RulerOptions]):
         allowed = "source=hub has 4096, 8192 and 16384; source=constructed any"
         require(known, "length", self.options.length, allowed)
         made = self.options.source == CONSTRUCTED or self.options.haystack is None
-        require(
-            made,
-            "haystack",
-            self.options.haystack,
-            f"task.source={self.options.source} brings its own; only constructed has one",
-        )
+        allowed = f"task.source={self.options.source} brings its own; only constructed has one"
+        require(made, "haystack", self.options.haystack, allowed)
 
     def families(self) -> list[str]:
         return list(dict.fromkeys(self.options.families or FAMILIES))
@@ -102,24 +98,15 @@ class Ruler(Task[RulerOptions]):
             docs = [document(family, row, self.options.length) for row in family_rows[: request.limit]]
             # the prompts may hold the model's turns already
             bare = {"wrapper": "none"} if any(row.get("wrapped") for row in family_rows) else {}
-            name, tokens = f"ruler_{family}", NEW_TOKENS[family]
-            config = generation_task(
-                name, docs, process_results, ["found"], max_new_tokens=tokens, begin_answer=True, **bare
-            )
-            configs.append(config)
+            how: dict[str, Any] = {"max_new_tokens": NEW_TOKENS[family], "begin_answer": True, **bare}
+            configs.append(generation_task(f"ruler_{family}", docs, process_results, ["found"], **how))
         return TaskSpec(lm_eval_tasks=configs, metric={config["task"]: "found" for config in configs}, data=facts)
 
 
 def document(family: str, row: dict[str, Any], length: int) -> dict[str, Any]:
     references = [str(reference) for reference in row["answer"]]
-    return {
-        "prompt": prompt_of(row),
-        "answer_prefix": row["answer_prefix"],
-        "references": references,
-        "answer": " ".join(references),
-        "family": family,
-        "meta": {"length": length},
-    }
+    texts = {"prompt": prompt_of(row), "answer_prefix": row["answer_prefix"], "answer": " ".join(references)}
+    return {**texts, "references": references, "family": family, "meta": {"length": length}}
 
 
 def found_share(response: str, references: Sequence[str], any_of: bool) -> float:

@@ -140,12 +140,8 @@ def vt(rng: Random, units: int) -> dict[str, Any]:
         parts.append((texts["vt"].format(context=text), texts["vt_question"].format(query=value), prefix, variables))
     (*example_parts, example_variables), (context, question, prefix, variables) = parts
     example = f"{''.join(example_parts)} {' '.join(example_variables)}\n\n"
-    return {
-        "context": example + context,
-        "question": question,
-        "answer_prefix": " " + prefix.strip(),
-        "answer": variables,
-    }
+    around = {"question": question, "answer_prefix": " " + prefix.strip()}
+    return {"context": example + context, **around, "answer": variables}
 
 
 def _words(rng: Random, count: int, haystack: str | None) -> list[str]:
@@ -162,11 +158,9 @@ def _words(rng: Random, count: int, haystack: str | None) -> list[str]:
 def cwe(rng: Random, units: int, length: int, haystack: str | None) -> dict[str, Any]:
     """Common words: ten appear often, the others seldom. One worked example comes first."""
     texts = published_texts("ruler")
-    often, seldom, example_often, example_seldom, example_words = (
-        (6, 1, 3, 1, 20) if length < 4096 else (30, 3, 10, 3, 40)
-    )
+    example, often = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
     parts = []
-    for count, high, low in ((example_words, example_often, example_seldom), (10 + units, often, seldom)):
+    for count, high, low in (example, (10 + units, *often)):
         words = _words(rng, count, haystack)
         listed = words[:10] * high + words[10:] * low
         rng.shuffle(listed)
@@ -174,13 +168,9 @@ def cwe(rng: Random, units: int, length: int, haystack: str | None) -> dict[str,
     (example_context, common), (context, answer) = parts
     solution = " ".join(f"{i + 1}. {word}" for i, word in enumerate(common))
     # no space before the solution: RULER as first published; its versions since May 2025 have one
-    example = f"{example_context}{texts['cwe_question']}{texts['cwe_prefix']}{solution}\n"
-    return {
-        "context": example + context,
-        "question": texts["cwe_question"],
-        "answer_prefix": texts["cwe_prefix"],
-        "answer": answer,
-    }
+    shown = f"{example_context}{texts['cwe_question']}{texts['cwe_prefix']}{solution}\n"
+    around = {"question": texts["cwe_question"], "answer_prefix": texts["cwe_prefix"]}
+    return {"context": shown + context, **around, "answer": answer}
 
 
 def fwe(rng: Random, units: int, length: int) -> dict[str, Any]:
@@ -252,20 +242,17 @@ def make_rows(
     def size(one: dict[str, Any]) -> int:
         return count_tokens(prompt_of(one) + one["answer_prefix"]) + NEW_TOKENS[family]
 
-    def fits(one: dict[str, Any]) -> bool:
-        return size(one) <= length
-
     low, high, before = 0, 4, 0
     while (now := size(row(0, high))) <= length:
         require(before < now, "length", length, "the tokenizer has no more tokens for a longer text")
         low, high, before = high, 2 * high, now
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (middle, high) if fits(row(0, middle)) else (low, middle)
+        low, high = (middle, high) if size(row(0, middle)) <= length else (low, middle)
     rows = []
     for number in range(count):
         units = low
-        while not fits(one := row(number, max(units, 1))):
+        while size(one := row(number, max(units, 1))) > length:
             require(units > 1, "length", length, f"is too short for {family}")
             units -= max(1, units // 20)
         rows.append(one)

@@ -40,9 +40,8 @@ def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamil
     else:
         by_family, facts = _read_folder(path, length, families)
     if source != HUB:
-        longest = max(
-            (int(row.get("length", 0)) for family in families for row in by_family.get(family, [])), default=0
-        )
+        lengths = [int(row.get("length", 0)) for family in families for row in by_family.get(family, [])]
+        longest = max(lengths, default=0)
         require(longest <= length, "length", length, f"{source} has rows of {longest} tokens")
     missing = [family for family in families if family not in by_family]
     require(not missing, "families", missing, f"{source} has {', '.join(sorted(by_family)) or 'none of the tasks'}")
@@ -106,12 +105,5 @@ def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, An
         text, prefix = (text[:at], text[at:]) if at >= 0 else (text, "")
     # niah's first word is A for one needle
     first = ("Some special magic", "A special magic") if kind == "niah" else texts[kind][:20]
-    return {
-        "context": text,
-        "question": "",
-        "answer_prefix": prefix,
-        "answer": answers,
-        "task": family,
-        "length": row.get("length", 0),
-        "wrapped": not text.lstrip().startswith(first),
-    }
+    made = {"context": text, "question": "", "answer_prefix": prefix, "answer": answers, "task": family}
+    return {**made, "length": row.get("length", 0), "wrapped": not text.lstrip().startswith(first)}
