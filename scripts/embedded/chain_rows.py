@@ -61,8 +61,5 @@ class ChainRows:
         ids = [*question, *answer][:length]
         loss = [0.0] * len(question) + weights
         padding = length - len(ids)
-        return (
-            np.array(ids + [self.pad] * padding),
-            np.array(loss[:length] + [0.0] * padding, dtype=np.float32),
-            positions_with_jumps(rng, length),
-        )
+        weight = np.array(loss[:length] + [0.0] * padding, dtype=np.float32)
+        return np.array(ids + [self.pad] * padding), weight, positions_with_jumps(rng, length)

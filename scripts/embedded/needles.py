@@ -24,13 +24,8 @@ def facts(material: Material, rng: np.random.Generator, py: Random, n: int) -> l
     words = material.words
     made = documents.make_facts(py, n - near, near, n_values, words.names_train, words.values_train)
     py.shuffle(made)
-    return [
-        TokenNeedle(
-            tuple(material.ids(" " + fact.key)),
-            tuple(token for value in fact.values for token in material.ids(" " + value)),
-        )
-        for fact in made
-    ]
+    values = [material.flat([material.ids(" " + value) for value in fact.values]) for fact in made]
+    return [TokenNeedle(tuple(material.ids(f" {fact.key}")), tuple(v)) for fact, v in zip(made, values, strict=True)]
 
 
 def free_needles(material: Material, rng: np.random.Generator, kind: str, n: int) -> list[TokenNeedle]:

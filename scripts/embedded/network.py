@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
+Forward = Callable[[Qwen2ForCausalLM, Tensor, Tensor], Tensor]
 # 16K prompts and their answers.
 MAX_POSITION = 17408
 # Layer 0 looks 1..6 tokens back.
@@ -211,11 +212,7 @@ def hidden_states(model: Qwen2ForCausalLM, ids: Tensor, positions: Tensor) -> Te
 
 
 def answer_loss(
-    model: Qwen2ForCausalLM,
-    ids: Tensor,
-    weights: Tensor,
-    positions: Tensor,
-    forward: Callable[[Qwen2ForCausalLM, Tensor, Tensor], Tensor] = hidden_states,
+    model: Qwen2ForCausalLM, ids: Tensor, weights: Tensor, positions: Tensor, forward: Forward = hidden_states
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(weighted cross-entropy of the tokens with weight > 0, their accuracy, accuracy of those with weight > 1)."""
     hidden = forward(model, ids, positions)[:, :-1]

@@ -37,13 +37,8 @@ from pqcache.registry import METHODS, method_class
 CONFIGS = places.CONFIGS
 WIDTH = 120
 ONLY_RANDOM = ("geometry", "layers")  # options of model=random
-OF_FILES = (
-    "path",
-    "gguf",
-    "allow_pickle",
-    "allow_mismatch",
-    *PLACES,
-)  # options of models that are read from files of one's own, or the hub's
+# options of models that are read from files of one's own, or the hub's
+OF_FILES = ("path", "gguf", "allow_pickle", "allow_mismatch", *PLACES)
 
 
 def generated(configs: Path = CONFIGS) -> dict[Path, str]:

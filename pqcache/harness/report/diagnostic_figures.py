@@ -28,20 +28,13 @@ from pqcache.harness.report.table import several
 
 TOP = 1.02  # of an axis of shares
 WINDOW = 33  # steps of the moving average
-BY_LAYER = {
-    "recall_kv": "recall of the oracle's choice",
-    "recall_q": "recall of each query head's own top",
-    "mass": "attention mass",
-}
-BY_STEP = {
-    "recall_kv": "recall of the oracle's choice",
-    "hit_top10": "10 heaviest past tokens: share attended",
-    "mass": "attention mass",
-}
+TITLES = {"recall_kv": "recall of the oracle's choice", "recall_q": "recall of each query head's own top"}
+TITLES |= {"mass": "attention mass", "hit_top10": "10 heaviest past tokens: share attended"}
+BY_LAYER, BY_STEP = ("recall_kv", "recall_q", "mass"), ("recall_kv", "hit_top10", "mass")
 # a number of the row, what its bars are called, and the number that a mark shows
 MEANS = (
     ("mass", "attention mass (bar) and its 5th percentile (mark)", "mass_p5"),
-    ("hit_top10", "10 heaviest past tokens: share attended", ""),
+    ("hit_top10", TITLES["hit_top10"], ""),
     ("set_error", "output error |o - o_S| (bar) and its bound (mark)", "bound"),
 )
 SWEPT = {
@@ -78,9 +71,9 @@ def _shares(parts: Sequence[pd.DataFrame], x: str, out: Path, caption: str) -> P
 
 def draw_by_layer(folders: Folders, out: Path) -> Path | None:
     parts = [
-        plots.series(name, range(len(values)), values, panel=f"{title}, budget {budget_text(row)}")
+        plots.series(name, range(len(values)), values, panel=f"{TITLES[key]}, budget {budget_text(row)}")
         for _, row, name in _ordered(folders)
-        for key, title in BY_LAYER.items()
+        for key in BY_LAYER
         for values in [(row["diagnostics"] or {})["by_layer"][key]]
     ]
     text = " Recall: as many of the heaviest candidates as the method selected; 1 = a perfect index. Mass: softmax weight of all"
@@ -130,12 +123,12 @@ def draw_drift(folders: Folders, out: Path, layers: Sequence[int] | None, window
         if not (samples := [arrays for _, arrays in arrays_of(folder)]):
             continue
         chosen = list(range(row["dense_layers"] or 0, len(samples[0]["mass"]))) if layers is None else list(layers)
-        for key, title in BY_STEP.items():
+        for key in BY_STEP:
             every = pd.concat([pd.DataFrame(arrays[key][chosen].flatten(0, 1).numpy()) for arrays in samples])
             # where a step has no value there is no point; at the ends fewer are averaged
             mean = every.astype(float).mean()
             values = mean.rolling(window, min_periods=1, center=True).mean().where(mean.notna()).tolist()
-            place = f"{title}, budget {budget_text(row)}"
+            place = f"{TITLES[key]}, budget {budget_text(row)}"
             parts.append(plots.series(name, range(1, len(values) + 1), values, panel=place))
     where = "all layers that are not dense" if layers is None else f"layers {', '.join(map(str, layers))}"
     text = (

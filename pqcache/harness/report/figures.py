@@ -71,10 +71,6 @@ def _blocks(request: FigureRequest, table: pd.DataFrame) -> Iterator[tuple[str, 
         yield ", ".join(part for part in (request.text("title"), *map(str, names)) if part), block
 
 
-def _budget(entry: Any) -> str:
-    return f"{entry.budget:g}" if entry.budget == entry.budget else ""  # NaN: none
-
-
 def _joined(*parts: str) -> str:
     return " ".join(part for part in parts if part)
 
@@ -182,7 +178,8 @@ def _bar_panels(request: FigureRequest) -> list[Panel]:
                 own = [named[cell] for cell in entry.line.split(", ") if cell in named and value == value]
                 points += [{**point, "x": name, "line": name, "text": format(value, digits)} for name in own]
             elif show != "change" or entry.method != "full":
-                of, line = _budget(entry), _joined(entry.line, entry.setting)
+                of = f"{entry.budget:g}" if entry.budget == entry.budget else ""  # NaN: none
+                line = _joined(entry.line, entry.setting)
                 series = _joined(entry.line, of if budgets else "", entry.setting)
                 x, series = (line, f"budget {of}" if of else NO_BUDGET) if single else (dataset, series)
                 printed = entry.published_to_full if show == "change" else entry.published
@@ -217,7 +214,8 @@ def _scatter(request: FigureRequest) -> Path | None:
     points = []
     for entry in own.itertuples():
         alone = (own.line == entry.line).sum() == 1
-        name = _joined(str(names.get(entry.line, entry.line)), *(() if alone else (_budget(entry), entry.setting)))
+        of = "" if alone or entry.budget != entry.budget else f"{entry.budget:g}"
+        name = _joined(str(names.get(entry.line, entry.line)), of, "" if alone else entry.setting)
         at, area = (numbers.get((entry.folder, entry.line, key), float("nan")) for key in (x, size))
         point = {"panel": "", "line": name, "x": at, "y": entry.measured if at == at else at}  # no point without x
         points.append({**point, "only": "marker", "size": area if area == area else 1.0})
@@ -258,12 +256,4 @@ def _curves(request: FigureRequest) -> Path | None:
     return draw_curves(runs, request.path, request.caption()) if runs else None
 
 
-KINDS = {
-    "lines": _lines,
-    "bars": _bars,
-    "scatter": _scatter,
-    "heat_maps": _heat_maps,
-    "curves": _curves,
-    "turns": _turns,
-    **special_figures.KINDS,
-}
+KINDS = {of.__name__[1:]: of for of in (_lines, _bars, _scatter, _heat_maps, _curves, _turns)} | special_figures.KINDS

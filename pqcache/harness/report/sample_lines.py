@@ -6,7 +6,7 @@ for sample in read_all(folder)[0].values(): ...
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, TypedDict, cast, get_type_hints
 
@@ -17,6 +17,7 @@ Key = tuple[str, int, str]  # task, document, fingerprint
 # What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 COUNTED = ("_bytes", "_s", "_tokens")  # ends of names in `extra` whose numbers are not negative
+_kinds = cache(partial(get_type_hints, include_extras=True))
 
 
 class SampleMarks(TypedDict, total=False):
@@ -127,8 +128,7 @@ def _read(line: bytes) -> Sample | None:
         return None
     if not isinstance(value, dict):
         return None
-    kinds = _kinds()
-    if (kinds.keys() - SampleMarks.__annotations__.keys()) - value.keys() or misfit(value, kinds) is not None:
+    if Sample.__required_keys__ - value.keys() or misfit(value, _kinds(Sample)) is not None:
         return None
     sample = cast(Sample, value)
     tokens = sample["prompt_tokens"] + sample["new_tokens"]
@@ -143,8 +143,3 @@ def _read(line: bytes) -> Sample | None:
         and misfit(counted, dict.fromkeys(counted, Amount)) is None
     )
     return sample if agrees else None
-
-
-@cache
-def _kinds() -> dict[str, Any]:
-    return get_type_hints(Sample, include_extras=True)

@@ -249,7 +249,7 @@ def measured_gib(row: Row, shape: ModelShape) -> float:
     return sum(row["resident_bytes"].values()) / BYTES[row["kv_dtype"]] * 2 * shape.n_layers / layers / GIB
 
 
-def _kv_memory(request: FigureRequest) -> Path | None:
+def _memory(request: FigureRequest) -> Path | None:
     """Lines by the models' sizes, marks from runs of model=random. device_gib: memory of one GPU."""
     longest = int(request.options.get("to", 131072))
     lengths = [SHORTEST * 2**i for i in range((longest // SHORTEST).bit_length())]
@@ -323,14 +323,5 @@ def _phases(request: FigureRequest) -> Path | None:
     return plots.draw(panels, request.path, request.caption() + " Pale: prefill; red: index.", size=(5.2, 3.6))
 
 
-KINDS: dict[str, Any] = {
-    "ranks_and_pages": _ranks_and_pages,
-    "score_curves": _score_curves,
-    "score_map": _score_map,
-    "prompt_kv": _prompt_kv,
-    "prompt_saliency": _prompt_saliency,
-    "throughput": _throughput,
-    "memory": _kv_memory,
-    "rounds": _rounds,
-    "phases": _phases,
-}
+_FROM_FILES = (_ranks_and_pages, _score_curves, _score_map, _prompt_kv, _prompt_saliency)
+KINDS = {of.__name__[1:]: of for of in (*_FROM_FILES, _throughput, _memory, _rounds, _phases)}
