@@ -40,7 +40,7 @@ from transformers import PreTrainedConfig
 from pqcache.fields import Positive
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.buffer import Buffer, take_tokens, write_each
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
 from pqcache.store.layout import Codes
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
@@ -65,8 +65,7 @@ class ChannelCodec(Codec):
         if not self.parts:
             self.parts = [Buffer.like(new[0]), *(Buffer.like(p, step=GROUPS_PER_STEP) for p in new[1:])]
         self.parts[0].write(new[0], starts, counts)
-        for buffer, part in zip(self.parts[1:], new[1:], strict=True):
-            buffer.write(part, [s // self.group for s in starts], [c // self.group for c in counts])
+        write_each(self.parts[1:], new[1:], [s // self.group for s in starts], [c // self.group for c in counts])
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
         """Tokens lo .. hi-1. Whole groups are decoded: up to group - 1 more tokens at either end."""

@@ -50,11 +50,9 @@ class WavePlan(Plan):
 class Zones(Selection):
     """The retrieval zone as positions, and attention to the estimation zone."""
 
-    rest: Part | None = None
+    estimates: ClassVar[bool] = True
 
-    @property
-    def estimates(self) -> bool:
-        return True
+    rest: Part | None = None
 
     def with_rest(self, part: Part) -> Part:
         return part if self.rest is None else merge([part, self.rest])

@@ -6,7 +6,7 @@ import torch
 
 from pqcache.selective.attention import attend_rows
 from pqcache.store.base import Store, joined
-from pqcache.store.buffer import take_tokens
+from pqcache.store.buffer import take_tokens, write_each
 from pqcache.store.resident import ResidentStore
 
 Window = tuple[int, int]  # sinks and newest tokens of a streaming head
@@ -42,8 +42,7 @@ class DuoStore(Store):
                 sinks, newest = self.windows[row]  # type: ignore[misc]
                 places.append(length if length < sinks + newest else sinks + self.oldest[row])
                 self.oldest[row] = (self.oldest[row] + (length == sinks + newest)) % max(1, newest)
-            for buffer, x in zip(near.buffers, (k, v), strict=True):
-                buffer.write(x[turn], places, [1] * len(turn))
+            write_each(near.buffers, (k[turn], v[turn]), places, [1] * len(turn))
             near.lengths = [max(length, at + 1) for length, at in zip(near.lengths, places, strict=True)]
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from pqcache.store.buffer import STEP, Buffer, round_up
+from pqcache.store.buffer import STEP, Buffer, round_up, write_each
 from pqcache.store.row_state import RowState
 
 _SLACK = STEP // 2  # tokens appended before columns move to the front of their buffer again
@@ -34,8 +34,7 @@ class Columns(RowState):
                 ].clone()
             self.base = oldest
         at = self.end - self.base
-        for buffer, x in zip(self.buffers, tensors, strict=True):
-            buffer.write(x, [at + t - count for count in counts], counts)
+        write_each(self.buffers, tensors, [at + t - count for count in counts], counts)
         self.end += t
 
     def view(self, i: int, lo: int, hi: int, rows: slice = slice(None)) -> torch.Tensor:

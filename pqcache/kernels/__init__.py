@@ -49,9 +49,12 @@ def _not_used(why: str) -> bool:
     return False
 
 
-def native(*tensors: torch.Tensor) -> bool:
-    """Whether the CPU kernels serve these tensors. Asked several times a step, hence one call without others."""
-    if not switch["on"]:
+def native(*tensors: torch.Tensor, scaling: float = 1.0) -> bool:
+    """Whether the CPU kernels serve these tensors, and logits under this `scaling`: none computes a cap.
+
+    Asked several times a step, hence one call without others.
+    """
+    if not switch["on"] or getattr(scaling, "cap", None) is not None:
         return False
     recorded = torch.is_grad_enabled()
     for t in tensors:

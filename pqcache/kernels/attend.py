@@ -9,17 +9,18 @@ positions, with a bit per head that says which heads attend them.
 """
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numba
 import numpy as np
 import torch
 
-from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run, team
+from pqcache.kernels import launch
+from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run
 from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
 from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, products, softmax
-from pqcache.kernels.scaling import sinks_of
+from pqcache.kernels.scaling import Scaling
 
 Array = np.ndarray[Any, Any]
 
@@ -74,7 +75,7 @@ def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
     return count, start, query
 
 
-@kernel(fastmath=FAST)
+@partial(kernel, fastmath=FAST)
 def _attend(
     first, last, kind, size, heads_of_block, q, scaling, segments, steps, marks, kept, outs, lse, done, result, sums
 ):
@@ -127,7 +128,7 @@ def _attend(
                 add_probabilities(kept[row, head], lse[row, head, 0], sums[row, head])
 
 
-@kernel()
+@kernel
 def _mark(first, last, indices, sinks, local, length, marks):
     """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, h, chosen)."""
     heads = marks.shape[1]
@@ -178,7 +179,7 @@ def _run(
     """
     many, n, h, _, d = queries.shape
     h_kv = segments.shape[1]
-    g, workers = h // h_kv, team()
+    g, workers = h // h_kv, launch.team()
     heads, padded = block(g)
     parts = max(1, min(-(-PIECES * workers // (n * h_kv)), parts)) if workers > 1 else 1
     added = np.empty((n, h_kv, 1, 0), np.float32)
@@ -192,7 +193,8 @@ def _run(
         np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
     )  # fmt: skip
     out = torch.from_numpy(result).view(n, 1, h, d)
-    if (sinks := sinks_of(scaling)) is not None:  # what `join` left: maximum and sum over all parts
+    if isinstance(scaling, Scaling) and (sinks := scaling.sinks) is not None:
+        # what `join` left: maximum and sum over all parts
         high, mass = (torch.from_numpy(lse[:, :, 0, i]).reshape(n, 1, h, 1) for i in range(2))
         out *= torch.sigmoid(high + mass.log() - sinks.detach().float()[:, None])
     return out
@@ -323,11 +325,6 @@ def attend_ragged(
     return _run(q[None], segments, (size, size), scaling, tokens, parts, kind=KINDS[k.dtype]).to(q.dtype)
 
 
-def serves_chosen(h: int, h_kv: int, heads: int) -> bool:
-    """Whether `attend_chosen` serves h query heads over h_kv KV heads with `heads` choices."""
-    return heads in (1, h_kv) or (heads == h and h // h_kv <= _MOST_HEADS)
-
-
 def attend_chosen(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -337,17 +334,19 @@ def attend_chosen(
     local: int,
     length: int,
     scaling: float,
-) -> torch.Tensor:
+) -> torch.Tensor | None:
     """Attention over [first `sinks` | `indices` | last `local` of `length`] tokens: (n, 1, h, d).
 
-    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing.
+    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing. None: not served.
     """
-    n, h_kv, (_, heads, chosen) = q.shape[0], k.shape[1], indices.shape
+    (n, h), h_kv, (_, heads, chosen) = q.shape[:2], k.shape[1], indices.shape
+    if heads not in (1, h_kv) and (heads != h or h // h_kv > _MOST_HEADS):
+        return None
     indices = indices.contiguous()
     at_k, at_v = _place(k), _place(v)
     steps = at_k[3], at_v[3]
     if heads not in (1, h_kv):
-        marks = np.zeros((n, h_kv, length), np.uint8 if q.shape[1] // h_kv <= 8 else np.uint64)
+        marks = np.zeros((n, h_kv, length), np.uint8 if h // h_kv <= 8 else np.uint64)
         run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks, cost=indices.numel())
         segments = _segments(h_kv, at_k, at_v, np.full(n, length), _NO_CHOICE, 0, 0)
         return _run(q[None], segments, steps, scaling, n * h_kv * length, marks=marks)

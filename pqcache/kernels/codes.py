@@ -7,6 +7,7 @@ weight of each code, and the k-th largest weight is searched in that table. Each
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numba
 import numpy as np
@@ -121,7 +122,7 @@ def _multiply_out(power, product):
         filled *= c
 
 
-@kernel(fastmath={"reassoc", "contract", "arcp"})
+@partial(kernel, fastmath={"reassoc", "contract", "arcp"})
 def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """Task = (row, KV head); tables (rows * heads, m, C, g) logits; status 1 where the tables are too steep.
 
@@ -177,7 +178,7 @@ def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
         _to_positions(mine_out, count, lo, among)
 
 
-@kernel(fastmath={"contract", "arcp"})
+@partial(kernel, fastmath={"contract", "arcp"})
 def _wide(first, last, codes, tables, lo, hi, shortlist, k, out, status):
     """The same with a weight per token, for codes too many to enumerate."""
     m, c, g = tables.shape[1], tables.shape[2], tables.shape[3]
@@ -259,6 +260,20 @@ def top_tokens(
         cost=n * h_kv * (5 * among + g * c**m) if small else n * h_kv * among * (5 + 2 * g),
     )
     return None if status.any() else torch.from_numpy(out)
+
+
+def best_tokens(
+    q: torch.Tensor,
+    centroids: torch.Tensor,
+    scaling: float,
+    codes: torch.Tensor,
+    lo: int,
+    hi: Sequence[int],
+    k: Sequence[int],
+    shortlist: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """`top_tokens` by the `tables` of a query, scaled."""
+    return top_tokens(tables(q, centroids) * scaling, codes, lo, hi, k, shortlist)
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})

@@ -27,9 +27,6 @@ BYTES_PER_NS = 10  # that one thread reads of K and V, for `cost`
 _ALONE = 200_000  # nanoseconds of work that other threads do not speed up: they take 50 to 100 us to begin
 _NEXT, _FAILED = range(2)  # 8-byte numbers that a team shares: the next piece, and whether one has failed
 _WORD, _I32, _POINTER = ir.IntType(64), ir.IntType(32), ir.IntType(8).as_pointer()
-_state = {"forked": False}  # a forked child has none of its parent's threads, and OpenMP does not know
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _state.update(forked=True))
 
 
 @cache
@@ -46,9 +43,15 @@ def _parallel() -> int:
     return 0
 
 
-def team() -> int:
-    """How many threads `run` uses: torch's, or 1 in a forked child and where torch has no OpenMP."""
-    return 1 if _state["forked"] or not _parallel() else torch.get_num_threads()
+def _alone() -> int:
+    return 1
+
+
+# How many threads `run` uses: torch's, or 1 where torch has no OpenMP and in a forked child, which has none of its parent's
+# threads without OpenMP knowing it. To be called as launch.team: a fork changes it.
+team: Callable[[], int] = torch.get_num_threads if _parallel() else _alone
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=lambda: globals().update(team=_alone))
 
 
 def _pieces(context: Any, builder: Any, kernel: Any, signature: Any, block: Any) -> Any:
@@ -109,14 +112,6 @@ _SOURCES = sorted(Path(__file__).parent.rglob("*.py"))
 STAMP = hashlib.sha256(b"".join(path.read_bytes() for path in _SOURCES)).hexdigest()
 
 
-def _template(stamp: str) -> Any:
-    def launch(fork, threads, shared, pieces, tasks, *args):  # its globals are those that `kernel` gives it
-        stamp  # noqa: B018
-        _run(fork, threads, shared.ctypes.data, pieces, tasks, _kernel, args)  # type: ignore[name-defined]  # noqa: F821
-
-    return launch
-
-
 class Kernel(NamedTuple):
     """A kernel that `run` takes."""
 
@@ -124,25 +119,26 @@ class Kernel(NamedTuple):
     launch: Any
 
 
-def kernel(**options: Any) -> Callable[[Callable[..., None]], Kernel]:
+def kernel(function: Any, **options: Any) -> Kernel:
     """Make a function(first, last, *args), which does tasks first .. last-1, a kernel, compiled on first use.
 
     options: of numba.njit. Compiled code is kept on disk under the function's own file and name, and compiled again when any file
     of this package changes. The launching function finds the kernel among its globals: numba would look at one that it
     encloses, and take it for another in every process.
     """
+    stamp, code = STAMP, function.__code__
 
-    def make(function: Any) -> Kernel:
-        template, code = _template(STAMP), function.__code__
-        compiled = numba.njit(nogil=True, **options)(function)
-        launch = FunctionType(
-            template.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno),
-            {"_run": _run, "_kernel": compiled, "__name__": function.__module__}, code.co_name, None, template.__closure__,
-        )  # fmt: skip
-        launch.__module__, launch.__qualname__ = function.__module__, function.__qualname__
-        return Kernel(code.co_name, numba.njit(nogil=True, cache=True)(launch))
+    def template(fork, threads, shared, pieces, tasks, *args):  # its globals are those that FunctionType gives it
+        stamp  # noqa: B018
+        _run(fork, threads, shared.ctypes.data, pieces, tasks, _kernel, args)  # type: ignore[name-defined]  # noqa: F821
 
-    return make
+    compiled = numba.njit(nogil=True, **options)(function)
+    launch = FunctionType(
+        template.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno),
+        {"_run": _run, "_kernel": compiled, "__name__": function.__module__}, code.co_name, None, template.__closure__,
+    )  # fmt: skip
+    launch.__module__, launch.__qualname__ = function.__module__, function.__qualname__
+    return Kernel(code.co_name, numba.njit(nogil=True, cache=True)(launch))
 
 
 def run(kernel: Kernel, tasks: int, *args: Any, cost: float | None = None) -> None:

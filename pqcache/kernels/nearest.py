@@ -5,6 +5,8 @@ centroid is read off them, and the point is added to its cluster's sum while it 
 per point.
 """
 
+from functools import partial
+
 import numba
 import numpy as np
 import torch
@@ -54,7 +56,7 @@ def _first(line, value):
     return index
 
 
-@kernel(fastmath={"contract", "arcp"})
+@partial(kernel, fastmath={"contract", "arcp"})
 def _pass(first, last, x, group_step, step, groups, middle, centroids, bias, codes, best, sums, counts):
     """Tasks are (group, block of points); middle (A, d), centroids (A, tiles, d, COLUMNS), bias (A, tiles, COLUMNS).
 
@@ -102,7 +104,7 @@ def _pass(first, last, x, group_step, step, groups, middle, centroids, bias, cod
     centered[0, 0] = scores[0, 0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
-@kernel(fastmath=True)
+@partial(kernel, fastmath=True)
 def _moments(first, last, x, total, square):
     """Sums of x - x[:, 0] and of its square over blocks of points: total and square (G, blocks, d)."""
     n, d = x.shape[1], x.shape[2]

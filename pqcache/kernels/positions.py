@@ -8,7 +8,7 @@ import torch
 from pqcache.kernels.launch import kernel, run
 
 
-@kernel()
+@kernel
 def _clusters(first, last, rank, starts, sizes, order, k, out):
     """Task = (row, head of the choice); rank (n, H, C), starts, sizes (n, h_kv, C), order (n, h_kv, tokens)."""
     heads, shared = rank.shape[1], rank.shape[1] // starts.shape[1]
@@ -40,7 +40,7 @@ def cluster_tokens(
     return torch.from_numpy(out)
 
 
-@kernel()
+@kernel
 def _ascend(first, last, positions, length, out):
     """Task = (row, head); positions and out (n, H, m)."""
     heads, m = positions.shape[1], positions.shape[2]

@@ -5,6 +5,7 @@ nothing is sorted: one pass counts the first digit, and only scores with the thr
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import numba
 import numpy as np
@@ -91,7 +92,7 @@ def take(weights, k, lo, out):
         i += 1
 
 
-@kernel()
+@kernel
 def _top(first, last, weights, k, out):
     """Task = (row, head); weights (n, H, m)."""
     heads = weights.shape[1]
@@ -134,7 +135,7 @@ def _logits(query, keys, lo, hi, rows, heads, logits):
         products(FP32, 4 * query.shape[1], query, rows, count, heads, logits[:, start - lo :])
 
 
-@kernel()
+@kernel
 def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
     """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r); over (n, 2): the softmax's span."""
     heads = q.shape[1]
@@ -151,7 +152,7 @@ def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
         take(weights, k[row], lo, out[row, head])
 
 
-@kernel(fastmath=FAST)
+@partial(kernel, fastmath=FAST)
 def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
     """The same of keys stored component by component: lines (n, L, capacity), those of a head at places (n, h_kv, r)."""
     heads, g, r = q.shape[1], q.shape[2], q.shape[3]
@@ -228,7 +229,7 @@ def best_by_lines(
     return torch.from_numpy(out)
 
 
-@kernel()
+@kernel
 def _bounds(first, last, positive, negative, low, high, start, block, out):
     """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages + 1)."""
     heads, pages = out.shape[1], out.shape[3] - 1

@@ -10,7 +10,7 @@ FACTOR = 2.0**-SCALE  # times a result: probabilities
 _NUMBERS_PER_NS = 2  # of one thread
 
 
-@kernel()
+@kernel
 def _softmax(first, last, address, m):
     """Rows first .. last-1 of m floats each, from an address on."""
     for i in range(first, last):

@@ -20,8 +20,6 @@ def split(x: torch.Tensor, m: int) -> torch.Tensor:
 def encode(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     """Codes of keys x (n, h_kv, t, d) under centroids (n, h_kv, m, C, d / m): (n, h_kv, m, t) int64, nearest by L2."""
     n, h_kv, m, c, sub = centroids.shape
-    if x.shape[2] == 1 and x.dtype == centroids.dtype == torch.float32 and kernels.native(x, centroids):
-        return kernels.codes.encode_one(x, centroids)
     flat = centroids.float().reshape(-1, c, sub)
     middle = flat.mean(1, keepdim=True)  # distances do not change, but far from the origin fp32 would lose them
     codes, _ = assign(split(x, m) - middle, flat - middle)

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from pqcache import kernels
-from pqcache.kernels.scaling import cap_of
 from pqcache.pq import codebook
 from pqcache.pq.fit import Clustering, Fitted, fit
 from pqcache.selective.budget import Plan
@@ -53,7 +52,7 @@ class PQIndex(Index):
         replans: bool = False,
     ) -> None:
         self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, ("centroids", "codes") if far else ()
-        self.refit_every, self.replans, self.ahead = refit_every, replans, far
+        self.refit_every, self.replans, self.lags, self.ahead = refit_every, replans, replans, far
         self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
         self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
@@ -206,7 +205,9 @@ class PQIndex(Index):
         if self.far is not None:
             self.far.end_step()
         centroids = self.centroids if self.far is None else self.near()[0]
-        codes = codebook.encode(k, centroids).flatten(1, 2).to(self.codes.data.dtype)
+        fp32 = k.dtype == centroids.dtype == torch.float32
+        encode = kernels.codes.encode_one if fp32 and kernels.native(k, centroids) else codebook.encode
+        codes = encode(k, centroids).flatten(1, 2).to(self.codes.data.dtype)
         if self.far is not None:
             self.far.append(self.codes, codes[..., 0], starts)
         else:  # a short row beside indexed ones is dense, and its sinks are not coded
@@ -252,11 +253,14 @@ class PQIndex(Index):
             return None
         assert self.centroids is not None and self.codes is not None
         centroids, codes = (self.centroids, self.codes.data) if self.far is None else self.near()
-        if cap_of(ctx.scaling) is not None or not kernels.native(q, codes):
+        if not kernels.native(q, centroids, codes, scaling=ctx.scaling):
             return None
-        tables = codebook.tables(q, centroids) * ctx.scaling
         codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])
-        entries = kernels.codes.top_tokens(tables, codes, lo, hi, k, shortlist)
+        if q.dtype == centroids.dtype == torch.float32:
+            entries = kernels.codes.best_tokens(q, centroids, ctx.scaling, codes, lo, hi, k, shortlist)
+        else:
+            tables = codebook.tables(q, centroids) * ctx.scaling
+            entries = kernels.codes.top_tokens(tables, codes, lo, hi, k, shortlist)
         if entries is None:
             return None
         padded = shortlist is not None or len(set(k)) > 1

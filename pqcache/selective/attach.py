@@ -114,12 +114,6 @@ def served_modules(model: PreTrainedModel) -> list[nn.Module]:
     return [module for module in attention_modules(model) if module.layer_idx in places]
 
 
-def kind_of(config: PreTrainedConfig, attention: nn.Module) -> str:
-    """The type of an attention module's layer."""
-    kinds = getattr(config.get_text_config(decoder=True), "layer_types", None)
-    return kinds[attention.layer_idx] if kinds else ""
-
-
 def check_config(config: PreTrainedConfig) -> None:
     """Raise ValueError, one line, if models of this configuration are refused, before any weights are loaded.
 
@@ -157,27 +151,18 @@ def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[t
     return shared
 
 
-def after_attention(decoder: nn.Module, attention: nn.Module) -> list[nn.Module]:
-    """The modules after a decoder layer's attention that work token by token: output projection and MLP.
-
-    Given the last token alone they return one row, which the layer adds to every row of its residual. Only the last row of the
-    sum is then correct; no other row is used.
-    """
-    tail = (getattr(attention, "o_proj", None), getattr(decoder.layers[-1], "mlp", None))  # type: ignore[index]
-    return [module for module in tail if module is not None]
-
-
 class Hooks:
     """The hooks of one `attach`. In a pass they run as before_logits, before_model, before_layer of every layer, after_model."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
         self.modules, self.served = attention_modules(model), served_modules(model)
-        kinds: dict[str, Any] = {}  # one object each, so that two layers of one kind have the same
-        for module in self.modules:
-            kinds.setdefault(kind_of(model.config, module), rotary_of(model.get_decoder(), module))
         text = model.config.get_text_config(decoder=True)
-        places, rotary = attending(text), [kinds[kind_of(model.config, module)] for module in self.modules]
+        named, kinds = getattr(text, "layer_types", None), dict[str, Any]()
+        for module in self.modules:  # one rotary embedding each, so that two layers of one kind have the same
+            kinds.setdefault(named[module.layer_idx] if named else "", rotary_of(model.get_decoder(), module))
+        rotary = [kinds[named[module.layer_idx] if named else ""] for module in self.modules]
+        places = attending(text)
         self.rotary = dict(zip(places, rotary, strict=True))
         self.ahead = dict(zip(places, [*rotary[1:], rotary[-1]], strict=True))  # of the next layer with attention
         self.ends = (
@@ -190,9 +175,11 @@ class Hooks:
         handles = [module.register_forward_pre_hook(self.before_layer, with_kwargs=True) for module in self.modules]
         if model is not decoder and "logits_to_keep" in inspect.signature(model.forward).parameters:
             handles.append(model.register_forward_pre_hook(self.before_logits, with_kwargs=True))
-            handles.append(model.register_forward_hook(self.after_logits, with_kwargs=True, always_call=True))
-            tail = after_attention(decoder, self.modules[-1]) if self.ends is not None else []
-            handles += [module.register_forward_pre_hook(self.before_tail) for module in tail]
+            # what works token by token after the last layer's attention: output projection and MLP. Given the last token alone
+            # they return one row, which the layer adds to every row of its residual: only the last row is then correct
+            ends = [(self.modules[-1], "o_proj"), (decoder.layers[-1], "mlp")] if self.ends is not None else []
+            tail = [getattr(module, name, None) for module, name in ends]
+            handles += [module.register_forward_pre_hook(self.before_tail) for module in tail if module is not None]
         handles.append(decoder.register_forward_pre_hook(self.before_model, with_kwargs=True))
         handles.append(decoder.register_forward_hook(self.after_model, with_kwargs=True))
         return handles
@@ -204,15 +191,16 @@ class Hooks:
         """
         caches, mask = caches_of(kwargs), kwargs.get("attention_mask")
         _ours.set(bool(caches))
+        self.last_only = any(cache.last_only for cache in caches)
         if not caches:
             return None
-        for cache in caches:
-            cache.open_forward()
         inputs: Any = kwargs.get("input_ids") if kwargs.get("input_ids") is not None else kwargs.get("inputs_embeds")
         inputs = args[0] if inputs is None and args else inputs
-        if isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and len(caches) == 1:
-            caches[0].note_tokens(inputs)
-        if mask is None and inputs is not None and (padding := caches[0].padding_mask(inputs)) is not None:
+        alone = isinstance(inputs, torch.Tensor) and inputs.ndim == 2 and len(caches) == 1
+        for cache in caches:
+            cache.open_forward(inputs if alone else None)
+        recurrent = mask is None and inputs is not None and caches[0].states is not None
+        if recurrent and (padding := caches[0].padding_mask(inputs)) is not None:
             return args, {**kwargs, "attention_mask": padding}
         if kwargs.get("position_ids") is not None or not isinstance(mask, torch.Tensor) or mask.ndim != 2:
             return None
@@ -221,6 +209,7 @@ class Hooks:
     def after_model(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
         for cache in caches_of(kwargs):
             _ours.set(False)
+            cache.last_only = self.last_only = False
             cache.close_forward()
 
     def before_layer(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -255,7 +244,9 @@ class Hooks:
             )
         module.__dict__[_CONTEXT] = contexts
         for ctx in contexts:
-            ctx.cache.enter_layer(ctx)
+            ctx.cache.bound = index
+            if ctx.cache.begins_ahead:
+                ctx.cache.enter_layer(ctx)
 
     def before_logits(self, _: nn.Module, args: tuple, kwargs: dict) -> None:
         """Find out whether the pass returns the last token's logits only."""
@@ -263,12 +254,7 @@ class Hooks:
             kept = kwargs.get("logits_to_keep")
             every_row = [kwargs.get(key, getattr(self.config, key, None)) for key in EVERY_ROW]
             last_only = isinstance(kept, int) and kept == 1 and all(x is None or x is False for x in every_row)
-            cache.last_only = self.last_only = last_only and not cache.watchers
-
-    def after_logits(self, _: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
-        self.last_only = False
-        for cache in caches_of(kwargs):
-            cache.last_only = False
+            cache.last_only = last_only and not cache.watchers
 
     def before_tail(self, _: nn.Module, args: tuple) -> tuple | None:
         return (args[0][:, -1:], *args[1:]) if self.last_only and args else None

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.kernels.scaling import cap_of, capped, denominator, is_plain, sinks_of, token_share
+from pqcache.kernels.scaling import capped, denominator, is_plain, sinks_of, token_share
 from pqcache.selective.group import per_head
 from pqcache.store.ragged import RaggedStore
 from pqcache.store.transfer import table
@@ -45,8 +45,8 @@ def attend_rows(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list
 
     Entries from lengths[r] on are padding. Returns (n, 1, h, d). A CPU kernel serves where it is faster (kernels/attend.py).
     """
-    large = k.numel() >= NATIVE_FROM and cap_of(scaling) is None
-    if large and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
+    large = k.numel() >= NATIVE_FROM
+    if large and kernels.native(q, k, v, scaling=scaling) and kernels.attend.serves(q, k, v):
         return kernels.attend.attend_all(q, k, v, lengths, scaling)
     return attend_one(q, k, v, scaling, row_mask(lengths, k.shape[2], q.device))
 

@@ -71,13 +71,14 @@ class SelectiveCache(Request):
             self.served = [WindowedLayer(i, self.shape, self.window) for i in range(self.shape.n_layers)]
             self.window = None
         every: list[Any] = [DummyLayer() for _ in windows(config)]  # what has no attention
-        for place in attending(config):
+        for place in set(attending(config)).difference(served(config)):
             every[place] = SlidingLayer(place, self.shape, windows(config)[place] or 0)
         for place, layer in zip(served(config), self.served, strict=True):
             every[place], layer.model_idx = layer, place
         super().__init__(layers=every)
         self.attending: list[SelectiveLayer] = [every[place] for place in attending(config)]
         self._following = dict(zip(attending(config), self.attending[1:]))  # the last one has none
+        self.begins_ahead = any(layer.index is not None and layer.index.ahead for layer in self.attending)
         for layer in self.attending:
             layer.owner = weakref.ref(self)
         self._checking = [layer for layer in self.served if type(layer).check_step is not SelectiveLayer.check_step]
@@ -158,22 +159,20 @@ class SelectiveCache(Request):
 
     # -- one forward pass (called by attach) ------------------------------------------------------------------------
 
-    def open_forward(self) -> None:
+    def open_forward(self, ids: torch.Tensor | None = None) -> None:
+        """A pass of tokens ids (n, t) begins. A prompt's are kept, for methods that look at them, if `begin` had none."""
         if self._open:
             raise RuntimeError("the last forward pass did not finish, its layers disagree: begin() or reset() first")
         self.step = None
         self._open = True
-
-    def note_tokens(self, ids: torch.Tensor) -> None:
-        """A pass brings these tokens (n, t). Those of a prompt are kept, for methods that look at them, if `begin` had none."""
         known = 0 if self.token_ids is None else self.token_ids.shape[1]
         inside = self.columns == 0 or (self._target is not None and self.columns < self._target)
-        if inside and known == self.columns:
+        if ids is not None and inside and known == self.columns:
             self.token_ids = ids if not known else torch.cat([self.token_ids, ids], 1)  # type: ignore[list-item]
 
     def padding_mask(self, inputs: torch.Tensor) -> torch.Tensor | None:
         """(n, columns + t), for inputs (n, t, ...) without a mask: states would take padding for tokens. None: it has none."""
-        if self.states is None or max(self.pads, default=0) <= self.columns:
+        if max(self.pads, default=0) <= self.columns:
             return None
         columns = torch.arange(self.columns + inputs.shape[1], device=inputs.device)
         return (columns >= table(self.pads, inputs.device)[:, None]).long()
@@ -193,6 +192,7 @@ class SelectiveCache(Request):
                 layer.check_step(step)
         except ValueError:
             self._open = self.states is not None  # layers before this one may have changed theirs
+            self.last_only = False
             raise
         self.step = step
         self.ledger.decoding = self.step.decode
@@ -295,9 +295,9 @@ class SelectiveCache(Request):
         """The attention module of this context is about to run: its layer's index and the next one's may start what they need."""
         self.bound = ctx.layer_idx
         layer, following = self.layers[ctx.layer_idx], self._following.get(ctx.layer_idx)
-        if begins_ahead(layer):
+        if _begins_ahead(layer):
             layer.index.on_layer_input(ctx)
-        if following is not None and begins_ahead(following):
+        if following is not None and _begins_ahead(following):
             following.index.on_previous_input(ctx)
 
     # -- rows -------------------------------------------------------------------------------------------------------
@@ -354,12 +354,12 @@ class SelectiveCache(Request):
 
     def resident_bytes(self) -> dict[str, int]:
         """Tier -> bytes of all state that the served layers keep between steps, each storage once, buffer capacity included."""
-        return {tier: unique_bytes(tensors) for tier, tensors in joined(*map(_kept, self.served)).items()}
+        return {tier: unique_bytes(tensors) for tier, tensors in _kept(self.served).items()}
 
     def other_bytes(self) -> int:
         """Bytes that no method can change: sliding windows, and the states of linear attention and the like."""
         others = [layer for layer in self.attending if layer not in self.served]
-        return sum(map(unique_bytes, (*joined(*map(_kept, others)).values(), hybrid.tensors(self.states))))
+        return sum(map(unique_bytes, (*_kept(others).values(), hybrid.tensors(self.states))))
 
     def content_by_tier(self) -> dict[str, int]:
         """Tier -> resident bytes without the slack of buffers, which grow in steps of many tokens.
@@ -367,15 +367,15 @@ class SelectiveCache(Request):
         `resident_bytes` is what was allocated, which at short prompts depends on that step; this is what a method needs.
         """
         content = self.resident_bytes()
-        kept = joined(*map(_kept, self.served))
-        tiers = {x.untyped_storage().data_ptr(): tier for tier, tensors in kept.items() for x in tensors}
+        kept = _kept(self.served).items()
+        tiers = {x.untyped_storage().data_ptr(): tier for tier, tensors in kept for x in tensors}
         for buffer in {id(buffer): buffer for layer in self.served for buffer in _buffers(layer)}.values():
             if (tier := tiers.get(buffer.data.untyped_storage().data_ptr())) is not None:
                 content[tier] -= buffer.slack
         return content
 
 
-def begins_ahead(layer: Any) -> bool:
+def _begins_ahead(layer: Any) -> bool:
     """Whether a layer has an index that starts work before the layer runs. A substitute starts nothing early."""
     return layer.substitute is None and layer.index is not None and layer.index.ahead
 
@@ -401,10 +401,10 @@ class Joint(hybrid.HybridCache):
         return key_states, value_states
 
 
-def _kept(layer: SelectiveLayer) -> dict[str, list[torch.Tensor]]:
-    """Tier -> every tensor that a layer and its substitute keep between steps."""
-    own = {} if layer.substitute is None else {"device": layer.substitute.tensors()}
-    return joined(layer.tensors(), own)
+def _kept(layers: Sequence[SelectiveLayer]) -> dict[str, list[torch.Tensor]]:
+    """Tier -> every tensor that layers and their substitutes keep between steps."""
+    substitutes = [layer.substitute for layer in layers if layer.substitute is not None]
+    return joined(*(layer.tensors() for layer in layers), *({"device": own.tensors()} for own in substitutes))
 
 
 def _buffers(thing: object, seen: set[int] | None = None) -> Iterator[Buffer]:

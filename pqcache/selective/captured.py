@@ -153,8 +153,6 @@ class StepRecorder:
 
         Unless `fed`, a recording goes on from the tokens it chose itself, the likeliest, which must be `tokens`.
         """
-        if not self.on:
-            return None
         if self.steps is None:
             if self.cache.observers or self.cache.watchers or left < LEAST:
                 self.on = False

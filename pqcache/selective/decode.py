@@ -8,6 +8,7 @@ cache drops them. Times and bytes of a batch belong to no row: a row's result ha
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,19 +66,9 @@ class _Row:
         self.ended = False
 
     @property
-    def begins(self) -> bool:
-        """Whether the next choice is the answer's first token."""
-        return not self.waiting and not self.tokens
-
-    @property
     def left(self) -> int:
         """Tokens that are still to be fed at most."""
         return 0 if self.ended else len(self.waiting) + self.request.max_new_tokens - len(self.tokens)
-
-    def choice(self, logits: torch.Tensor) -> torch.Tensor | None:
-        """The token that is drawn from logits (vocabulary,); None where the likeliest is taken, or none is needed."""
-        sampling = self.request.sampling
-        return None if sampling is None or self.waiting or self.ended else sampling.draw(logits, len(self.tokens))
 
     def check(self) -> None:
         if not self.finite:
@@ -128,15 +119,15 @@ def answer(
     clock = Clock(ids.device)
     running = rows = [_Row(request) for request in requests]
     positions = past + (torch.arange(ids.shape[1], device=ids.device) - pads[:, None]).clamp_min(0)
-    at = positions[:, -1:]
+    at, together = positions[:, -1:], in_lockstep()
     if prefill is not None:
         logits = feed(cache, prefill).clone()  # other methods read them too
     else:
         size = prefill_chunk or ids.shape[1]
         for block, where in zip(ids.split(size, dim=1), positions.split(size, dim=1), strict=True):
-            logits = _logits(model, cache, block, where)
+            logits = _logits(model, cache, block, where, together)
     fed = len(rows) > 1 or any(row.waiting or row.request.sampling is not None for row in rows)
-    recorder = StepRecorder(model, cache, "off" if in_lockstep() else graph, fed=fed)
+    recorder = StepRecorder(model, cache, "off" if together else graph, fed=fed)
     while True:
         choices, finite = [0] * len(running), [1] * len(running)
         if not all(row.waiting for row in running):
@@ -153,29 +144,31 @@ def answer(
             running, tokens = [running[slot] for slot in left], [tokens[slot] for slot in left]
             at = at[index.to(at.device)]
             recorder.forget()
-        recorded = recorder.step(tokens, max(row.left for row in running))
+        recorded = recorder.step(tokens, max(row.left for row in running)) if recorder.on else None
         if recorded is None:
-            recorded = _logits(model, cache, torch.tensor(tokens, device=ids.device)[:, None], at)
+            recorded = _logits(model, cache, torch.tensor(tokens, device=ids.device)[:, None], at, together)
         logits = recorded
 
 
 def _chosen(logits: torch.Tensor, rows: list[_Row]) -> tuple[list[int], list[int]]:
     """Each row's choice by its logits (n, vocabulary), and whether these are finite. Waits for the device once."""
     for slot, row in enumerate(rows):
-        if row.begins and row.request.not_first:
+        if row.request.not_first and not row.waiting and not row.tokens:
             logits[slot, sorted(row.request.not_first)] = -torch.inf
     choices = logits.argmax(-1)
     for slot, row in enumerate(rows):
-        if (drawn := row.choice(logits[slot])) is not None:
-            choices[slot] = drawn
+        if row.request.sampling is not None and not row.waiting and not row.ended:
+            choices[slot] = row.request.sampling.draw(logits[slot], len(row.tokens))
     finite = logits.amax(-1) < torch.inf  # false for NaN too
     return tuple(torch.stack([choices, finite.long()]).tolist())
 
 
-def _logits(model: PreTrainedModel, cache: Any, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-    """The logits after a block: (n, vocabulary). Without a mask: the cache knows the padding."""
-    if (together := joint_step(cache, ids, positions)) is not None:
-        return together
+def _logits(
+    model: PreTrainedModel, cache: Any, ids: torch.Tensor, positions: torch.Tensor, together: int
+) -> torch.Tensor:
+    """The logits after a block: (n, vocabulary). Without a mask: the cache knows the padding. together: of `in_lockstep`."""
+    if together and (logits := joint_step(cache, ids, positions)) is not None:
+        return logits
     out = model(input_ids=ids, position_ids=positions, past_key_values=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1]
 
@@ -289,7 +282,7 @@ def time_batch(
         return report(run.cache, rows[0].tokens, marks, ids.shape[1], ids.shape[1])
 
 
-class _Run:
+class _Run(ExitStack):
     """Requests and their begun cache. What runs beside the model ends with the `with` block."""
 
     def __init__(
@@ -304,6 +297,7 @@ class _Run:
         graph: str = "auto",
         prefill: Prefill | None = None,
     ) -> None:
+        super().__init__()
         if not requests:
             raise ValueError("requests: allowed is at least one")
         check(graph)
@@ -315,16 +309,11 @@ class _Run:
         if self.chunk is not None and len(set(lengths)) > 1 and method.chunk_unit(max(lengths)) > 1:
             raise ValueError(f"prefill_chunk={prefill_chunk}: {method.name} takes prompts of one length in chunks")
         self.cache = SelectiveCache(model, method, attn=attn, lanes=lanes, kernels=kernels)
+        self.callback(self.cache.lanes.close)
         new = max(request.max_new_tokens + request.question_tokens for request in requests)
         # of one request all token ids, the question's too
         ids = torch.tensor([requests[0].ids]) if len(requests) == 1 else pad_left(requests)[0]
         self.cache.begin(lengths, token_ids=ids, max_new_tokens=new, left_padded=True)
-
-    def __enter__(self) -> _Run:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.cache.lanes.close()
 
     def answer(self, turn: Request | None = None) -> tuple[list[_Row], list[float]]:
         """The answers to the prompts, or to one row's next turn."""

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -79,16 +79,13 @@ class Selection:
     With weights or an estimate the selected tokens alone do not determine the output: `Method.traceable` is then False.
     """
 
+    estimates: ClassVar[bool] = False  # of a subclass: `with_rest` joins an estimate of its own
+
     indices: torch.Tensor
     padded: bool = False  # some entries are -1
     share: torch.Tensor | None = None
     mean: torch.Tensor | None = None
     log_weight: torch.Tensor | None = None
-
-    @property
-    def estimates(self) -> bool:
-        """Whether `with_rest` does anything."""
-        return self.share is not None
 
     def with_rest(self, part: Part) -> Part:
         """Attention to the selected tokens and those always attended, joined by the estimate of the others."""
@@ -134,6 +131,7 @@ class Index(RowState):
     scope: str = "candidates"  # what the softmax of the reduction is taken over: the candidates, or all past tokens
     # whether it may begin a layer ahead; if not, on_previous_input, on_layer_input and end_step are not called
     ahead: bool = True
+    lags: bool = True  # whether `local` may differ from the plan's; if not, it is not called
 
     # -- what a method writes ---------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +38,7 @@ class Request(HybridCache):
     prompt_lengths: list[int] | None  # real tokens per row
     pads: list[int]  # leading padding columns, per row
     token_ids: torch.Tensor | None  # (n, columns)
+    begins_ahead: bool  # some layer's index may start work before its layer runs
     recording: bool  # the pass is being recorded, not run: nothing advances (see captured.py)
     bound: int | None  # the layer whose attention module is running
     # Called as observer(layer, q, selected) after each layer's decode step: q (n, h, 1, d), selected a
@@ -62,11 +64,12 @@ class Step:
     first: bool  # nothing was seen before
     masks: dict = field(default_factory=dict)  # masks and rotations of this pass, shared by its layers
 
-    @property
+    @cached_property
     def total(self) -> list[int]:
+        """Tokens seen after this block."""
         return [a + b for a, b in zip(self.past, self.counts, strict=True)]
 
-    @property
+    @cached_property
     def padded(self) -> bool:
         """Some row has padding in this block, or rows differ in length."""
         return len(set(self.past)) > 1 or set(self.counts) != {self.t}
@@ -227,15 +230,15 @@ class SelectiveLayer(CacheLayerMixin, RowState):
             ctx.cache.note_resident()
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
-        self._show(q, k, v, out, ctx)
+        if ctx.cache.watchers:
+            self._show(q, k, v, out, ctx)
         return out
 
     def _show(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, out: torch.Tensor, ctx: LayerContext) -> None:
         """Let the watchers see this call."""
-        if ctx.cache.watchers:
-            call = WatchedCall(self, q, k, v, out, ctx)
-            for watcher in ctx.cache.watchers:
-                watcher.watch(call)
+        call = WatchedCall(self, q, k, v, out, ctx)
+        for watcher in ctx.cache.watchers:
+            watcher.watch(call)
 
     def note_step(self, ledger: Ledger) -> None:
         """Update the host's counters after a substitute's step has run or was replayed."""

@@ -155,9 +155,14 @@ class RetrievalLayer(StagedLayer):
 
     def settle(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.plans = self.first = self.make_plans(lengths, ctx)
-        self.room = max(self.index.max_local(plan) for plan in self._widest(lengths, ctx))
+        widest = self.plans
+        if self.replans:  # the longest local window of any step of the answer, as far as its length is known
+            last = max(*lengths, self.method.budget.tokens or ctx.cache.expected)
+            widest = [*self.plans, *self.replan([last] * len(lengths))]
+        self.room = max(map(self.index.max_local, widest))
         known, self.store = self.store, self.new_store(1 + self.room, ctx)
-        self.store.use_lanes(ctx.cache.lanes.on(k.device))
+        if not self.store.whole:
+            self.store.use_lanes(ctx.cache.lanes.on(k.device))
         self.store.expect(ctx.cache.expected)
         if self.store.whole and self.staged is not None:
             self.store = self.staged
@@ -187,13 +192,6 @@ class RetrievalLayer(StagedLayer):
         n_layers = self.shape.n_layers
         pairs = zip(self.first, lengths, strict=True)
         return [self.method.replan(first, c, self.layer_idx, n_layers) for first, c in pairs]
-
-    def _widest(self, lengths: list[int], ctx: LayerContext) -> list[Plan]:
-        """Plans with the longest local window that any step of the answer has, as far as its length is known."""
-        if not self.replans:
-            return self.plans
-        last = max(*lengths, self.method.budget.tokens or ctx.cache.expected)
-        return [*self.plans, *self.replan([last] * len(lengths))]
 
     def new_store(self, n_local: int, ctx: LayerContext) -> RetrievalStore:
         """The store to load a prompt, or everything after a new turn, into; by default the method's."""
@@ -244,7 +242,7 @@ class RetrievalLayer(StagedLayer):
             self.plans = self.replan([length - 1 for length in lengths])
         local, ends, k = [], [], []
         for plan, length, dense in zip(self.plans, lengths, self.dense, strict=True):
-            newest = self.index.local(plan, length - 1)
+            newest = self.index.local(plan, length - 1) if self.index.lags else plan.local
             newest = min(newest, self.room) if self.replans else newest
             end = max(sinks, length - 1 - newest)
             count = end - sinks
@@ -272,7 +270,7 @@ class RetrievalLayer(StagedLayer):
             indices = selection.indices
             if selection.log_weight is not None:  # 0 outside the selection
                 weight = F.pad(per_head(selection.log_weight, q.shape[1]), (sinks, newest))
-            elif not uneven and not selection.estimates:
+            elif not uneven and selection.share is None and not selection.estimates:
                 out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
         if out is None:
             if uneven or (selection is not None and selection.padded):
@@ -305,7 +303,7 @@ class RetrievalLayer(StagedLayer):
         valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
         selection: joins its estimate of the tokens left out, if it has one.
         """
-        estimates = selection is not None and selection.estimates
+        estimates = selection is not None and (selection.estimates or selection.share is not None)
         if log_weight is None and not estimates and not self.observes:
             if valid is None:
                 return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
@@ -366,9 +364,9 @@ class RetrievalLayer(StagedLayer):
     # -- the rest of a layer ------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        super().wait()
         self.index.wait()
-        self.store.wait()
+        if not self.store.whole:
+            self.store.wait()
 
 
 def _valid(

@@ -54,7 +54,8 @@ class Buffer:
             data = torch.zeros(sizes, dtype=dtype, device=device, pin_memory=self.pinned)
         else:
             data = torch.empty(sizes, dtype=dtype, device=device)
-            pages.advise(data)
+            if capacity:
+                pages.advise(data)
             data.zero_()
         return data.transpose(1, 2) if self.token_major else data
 
@@ -128,6 +129,14 @@ class Buffer:
         else:
             torch.index_select(self.data, 0, index, out=moved)
         self.data = moved
+
+
+def write_each(
+    buffers: Sequence[Buffer], parts: Sequence[torch.Tensor], starts: Sequence[int], counts: Sequence[int]
+) -> None:
+    """Each buffer takes the part of its own; see Buffer.write."""
+    for buffer, part in zip(buffers, parts, strict=True):
+        buffer.write(part, starts, counts)
 
 
 def take_tokens(x: torch.Tensor, indices: torch.Tensor, group: int = 1, *, pinned: bool = False) -> torch.Tensor:

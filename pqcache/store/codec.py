@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 
-from pqcache.store.buffer import STEP, Buffer, take_tokens
+from pqcache.store.buffer import STEP, Buffer, take_tokens, write_each
 from pqcache.store.layout import Codes
 from pqcache.store.quantizer import Quantized, dequantize, pack_codes, quantize, unpack_codes
 from pqcache.store.row_state import RowState
@@ -84,8 +84,7 @@ class BufferCodec(Codec):
         packed = self.encode(x)
         if not self.parts:
             self.parts = [Buffer.like(part, step=self.step) for part in packed]
-        for buffer, part in zip(self.parts, packed, strict=True):
-            buffer.write(part, starts, counts)
+        write_each(self.parts, packed, starts, counts)
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
         return self.decode([b.data[:, :, lo:hi] for b in self.parts])

@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.kernels.scaling import cap_of
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import STEP, Buffer, round_up, take_tokens
 from pqcache.store.lanes import NOTHING, TO_HOST, Lanes, Work
@@ -176,8 +175,8 @@ class HostStore(RetrievalStore):
         """
         h_kv, d = self.sinks[0].shape[1], self.sinks[0].shape[3]
         same = q.dtype == self.sinks[0].dtype == self.sinks[1].dtype and d == self.sinks[1].shape[3]
-        same = same and cap_of(scaling) is None
-        if not same or indices.shape[1] not in (1, h_kv) or not kernels.native(q, indices, *self.sinks):
+        served = same and indices.shape[1] in (1, h_kv)
+        if not served or not kernels.native(q, indices, *self.sinks, scaling=scaling):
             return None
         window = [buffer.data[:, :, self.columns - local : self.columns] for buffer in self.local]
         if local > self.columns or not kernels.attend.side_by_side(*self.sinks, *window) or bool((indices < 0).any()):

@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -28,11 +29,11 @@ TO_HOST, TO_DEVICE, BUILD = "to_host", "to_device", "build"
 THREAD_PREFIX = "pqcache-lane"
 
 
+@dataclass(eq=False)
 class Work(Generic[T]):
     """Work that was started. The base class is work that has ended."""
 
-    def __init__(self, result: T) -> None:
-        self.result = result
+    result: T
 
     def wait(self) -> T:
         """The result. The caller's stream goes on after the work; the host does not wait for it. Raises what the work raised."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache import kernels
-from pqcache.kernels.scaling import cap_of, denominator, sinks_of, token_share
+from pqcache.kernels.scaling import denominator, sinks_of, token_share
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.chosen import chosen_run
@@ -247,8 +247,7 @@ class PackedStore(RetrievalStore):
         """See RetrievalStore; chosen tokens as codes, by a kernel, where the codec's can be gathered."""
         n, length, h_kv = q.shape[0], self.length, self.k.heads
         if (
-            cap_of(scaling) is not None
-            or not kernels.native(q, indices)
+            not kernels.native(q, indices, scaling=scaling)
             or indices.shape[1] not in (1, h_kv)
             or bool((indices < 0).any())
         ):

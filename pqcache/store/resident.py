@@ -5,9 +5,8 @@ from collections.abc import Sequence
 import torch
 
 from pqcache import kernels
-from pqcache.kernels.scaling import cap_of
 from pqcache.store.base import RetrievalStore
-from pqcache.store.buffer import Buffer, take_tokens
+from pqcache.store.buffer import Buffer, take_tokens, write_each
 
 
 class ResidentStore(RetrievalStore):
@@ -46,8 +45,7 @@ class ResidentStore(RetrievalStore):
             self.k, self.v, self.lengths = Buffer.like(k), Buffer.like(v), [0] * n
             self.k.expected = self.v.expected = self.expected
         counts = [t] * n if counts is None else list(counts)
-        self.k.write(k, self.lengths, counts)
-        self.v.write(v, self.lengths, counts)
+        write_each((self.k, self.v), (k, v), self.lengths, counts)
         self.lengths = [a + b for a, b in zip(self.lengths, counts, strict=True)]
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -71,9 +69,7 @@ class ResidentStore(RetrievalStore):
         assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
         same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32 and k.shape[3] == v.shape[3]
-        if not same or cap_of(scaling) is not None or not kernels.native(q, k, v, indices):
-            return None
-        if not kernels.attend.serves_chosen(q.shape[1], k.shape[1], indices.shape[1]):
+        if not same or not kernels.native(q, k, v, indices, scaling=scaling):
             return None
         return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling)
 

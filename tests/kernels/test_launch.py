@@ -20,7 +20,7 @@ FORKS = """
 import os, sys, numpy, torch
 from pqcache.kernels import launch
 
-@launch.kernel()
+@launch.kernel
 def count(first, last, seen):
     for task in range(first, last):
         seen[task] += 1
@@ -39,7 +39,7 @@ sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 PATIENCE = 1_000_000_000  # looks at a counter: many seconds
 
 
-@launch.kernel()
+@launch.kernel
 def _count(first, last, seen, pieces):
     """Each task leaves the number of tasks in its piece, and the piece is counted."""
     increment(pieces.ctypes.data)
@@ -47,13 +47,13 @@ def _count(first, last, seen, pieces):
         seen[task] += last - first
 
 
-@launch.kernel()
+@launch.kernel
 def _fail(first, last, bad):
     if first <= bad < last:
         raise ArithmeticError("a task fails")
 
 
-@launch.kernel()
+@launch.kernel
 def _meet(first, last, arrived, looks, expected, met):
     """A task waits for others to begin, so that it ends only where as many run at the same time."""
     for task in range(first, last):

@@ -18,7 +18,8 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels.launch import kernel, run, team
+from pqcache.kernels import launch
+from pqcache.kernels.launch import kernel, run
 from pqcache.kernels.numeric import floats
 from pqcache.kernels.packed.keys import (
     first_outliers,
@@ -102,7 +103,7 @@ def _attend_part(k, v, row, head, start, end, heads, memory):
             end_block(v, row, head + h, v_block, heads, memory[h])
 
 
-@kernel()
+@kernel
 def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
     """tasks (t, 9): run, row, KV head, how many of them, line of q, lines to the next head, place, first and last token.
 
@@ -237,7 +238,7 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
     A line's tasks follow another's, so that equal shares of them are equal work. A run is cut into parts where there would be
     fewer tasks than pieces of work for all threads. Where outliers belong to all KV heads, a task has all heads.
     """
-    workers = team()
+    workers = launch.team()
     tasks: list[tuple[int, ...]] = []
     places: list[int] = []
     for number, each in enumerate(runs):
