@@ -3,10 +3,17 @@
 Everything is drawn from a `random.Random`, so a seed gives the same text on every machine.
 """
 
+from __future__ import annotations
+
 import json
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from random import Random
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _WORDS: dict[str, list[str]] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
 ATTRIBUTES, ADJECTIVES, PEOPLE = (_WORDS[kind] for kind in ("attributes", "adjectives", "people"))
@@ -49,6 +56,38 @@ def filler_text(rng: Random, n_chars: int) -> str:
         parts.append(sentence + end)
         size += len(parts[-1])
     return "".join(parts).rstrip()
+
+
+@lru_cache(maxsize=65536)
+def size(tokenizer: PreTrainedTokenizerBase, piece: str) -> int:
+    """Tokens of a piece that begins with white space."""
+    return len(tokenizer.encode(piece, add_special_tokens=False))
+
+
+def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: bool = False) -> list[str]:
+    """Filler pieces, each with the white space before it, with at most `room` tokens in total.
+
+    documents: paragraphs are numbered documents; the first one began before the filler.
+    """
+    pieces: list[str] = []
+    number = 1
+    while room >= 12:
+        gap = " "
+        if rng.random() < 0.1:
+            number += 1
+            gap = f"\n\nDocument {number}: " if documents else "\n\n"
+        piece = gap + filler_sentence(rng)
+        tokens = size(tokenizer, piece)
+        if tokens <= room:
+            pieces.append(piece)
+            room -= tokens
+        elif room < 40:
+            # Too little room for most sentences: end with a short one.
+            piece = " It rained" + " again and again" * ((room - 6) // 4) + "."
+            if size(tokenizer, piece) <= room:
+                pieces.append(piece)
+            break
+    return pieces
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.documents import Fact, make_facts
-from pqcache.embedded.prompts import chat_length, fill, mixed, size
+from pqcache.embedded.documents import Fact, fill, make_facts, size
+from pqcache.embedded.prompts import chat_length, mixed
 from pqcache.embedded.words import Words, pseudo_words
 
 if TYPE_CHECKING:
