@@ -64,7 +64,9 @@ def deviations(cls: type) -> list[str]:
         entries = [" ".join(entry.split()) for entry in re.split(r"^- ", found[2], flags=re.MULTILINE)[1:]]
         if (other := AS_ANOTHER.match(remark)) is None:
             return [*([remark] if remark else []), *entries]
-        base = next(c for c in cls.__mro__[1:] if c.__name__ == other[1])
+        base = next((c for c in cls.__mro__[1:] if c.__name__ == other[1]), None)
+        if base is None:
+            raise ValueError(f"{cls.__module__}: Deviations as {other[1]}'s, which is no base class of {cls.__name__}")
         return [*deviations(base), *entries]
     return []
 
