@@ -12,7 +12,7 @@ import textwrap
 import types
 import typing
 from collections.abc import Iterable
-from dataclasses import MISSING, Field, field, fields, is_dataclass
+from dataclasses import MISSING, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
@@ -37,20 +37,16 @@ def added_options(cls: type) -> dict[str, Any]:
 
 
 def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
-    """Field name -> (type, default) of a dataclass."""
-    hints = _hints(cls)
-    left_out = set(skip)
-    return {f.name: (hints[f.name], default_of(f)) for f in fields(cls) if f.name not in left_out}
+    """Field name -> (type, default; None where it has none) of a dataclass."""
+    hints, left_out, found = _hints(cls), set(skip), {}
+    for f in fields(cls):
+        if f.name not in left_out:
+            default = f.default if f.default_factory is MISSING else f.default_factory()
+            found[f.name] = hints[f.name], None if default is MISSING else default
+    return found
 
 
 _hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # annotations are text
-
-
-def default_of(f: Field) -> Any:
-    """A field's default; None where it has none."""
-    if f.default is not MISSING:
-        return f.default
-    return f.default_factory() if f.default_factory is not MISSING else None
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -101,7 +101,7 @@ def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.M
         assert logged and all("pa55word" not in text for text in shown)
         assert cell.about.matches(read_config(cell.folder)) and foreign(cell.folder, cell.about) is None
     (other,) = make_plan(compose_all([w.replace("pa55word", "x").replace(",quest", "") for w in words], CONFIGS)).cells
-    assert other.about.digest != plan.cells[0].about.digest
+    assert other.about.mark != plan.cells[0].about.mark
 
 
 def test_a_deleted_working_folder_is_one_line(tmp_path: Path) -> None:

@@ -67,8 +67,8 @@ def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any, tm
     same, other = (
         cell(f"method=oracle method.precision={value}", tmp_path / "configs") for value in ("single", "half")
     )
-    assert same.about.digest == before.about.digest
-    assert other.about.digest != before.about.digest
+    assert same.about.mark == before.about.mark
+    assert other.about.mark != before.about.mark
     assert other.identity["method"]["precision"] == "half"
 
 
@@ -103,7 +103,7 @@ def test_a_token_budget_is_known_by_the_rule_that_keeps_it() -> None:
     lines = ["method=oracle budget=512", "method=oracle budget=512 budget_rule=prompt", "method=oracle budget=0.2"]
     own, once, share = map(cell, lines)
     assert [one.identity["budget_rule"] for one in (own, once, share)] == ["exact", "prompt", "prompt"]
-    assert len({one.about.digest for one in (own, once, share)}) == 3
+    assert len({one.about.mark for one in (own, once, share)}) == 3
     assert own.changed == {"budget_rule": "exact"} and not once.changed
     assert cell("method=oracle budget=512 budget_rule=exact").name == own.name
     assert cell("method=oracle budget=512 protocol=paper").identity["budget_rule"] == "prompt"

@@ -22,6 +22,8 @@ from pqcache.harness.config.options import (
     LAUNCHES,
     LM_EVAL,
     NOT_HASHED,
+    PERMITS,
+    PLACES,
     DecodeOptions,
     Launch,
     ModelOptions,
@@ -30,7 +32,6 @@ from pqcache.harness.config.options import (
     one_line,
     plain,
     show,
-    unhashed,
 )
 from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
 from pqcache.naming import closest, suggestion
@@ -156,7 +157,10 @@ def finish(draft: Draft) -> Checked:
 
     device = options["model"]["device"]
     options["model"]["device"] = without_index(device)
-    apart = {group: {key: options[group].pop(key) for key in unhashed(options[group])} for group in ("model", "task")}
+    apart: dict[str, Options] = {"model": {}, "task": {}}
+    for group, own in apart.items():
+        named = [key for key in options[group] if key.startswith(PERMITS) or key in PLACES]
+        own |= {key: options[group].pop(key) for key in named}
     groups = {
         "model": _group(ModelOptions, options["model"], draft.base["model"]),
         "method": _method_group(cls, options["method"], draft.base["method"], method, run),

@@ -54,11 +54,6 @@ class Identity:
         text = json.dumps(self.hashed, sort_keys=True, ensure_ascii=False)
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
-    @property
-    def digest(self) -> str:
-        """8 hex digits of what is hashed."""
-        return self.mark[:8]
-
     @cached_property
     def prefix(self) -> str:
         """The beginning of every folder name for this configuration, whatever version made the folder."""
@@ -72,7 +67,7 @@ class Identity:
         """Of the cell's folder: model, method, budget, task, seed, every key that is not at its default, and the digest."""
         named = "model.path" if self.options["model"]["name"] == "hf" else ""  # already in the prefix
         changed = [_clean(f"{key}={short(value)}") for key, value in self.changed.items() if key != named]
-        return f"{'__'.join([self.prefix, *changed])[:MAX_NAME]}__{self.digest}"
+        return f"{'__'.join([self.prefix, *changed])[:MAX_NAME]}__{self.mark[:8]}"
 
     @property
     def shown(self) -> Options:

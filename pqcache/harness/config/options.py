@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Container, Iterable
+from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
@@ -28,11 +28,6 @@ NOT_HASHED = (*_STORED, "limit", "shared_prefill", "scale", "batch_check", "grap
 PERMITS = "allow_"
 # Of a model: where its weights are kept. No part of the identity either, as the index of a device.
 PLACES = ("device_map", "max_memory")
-
-
-def unhashed(options: Iterable[str]) -> list[str]:
-    """Those options of a group that are no part of a cell's identity."""
-    return [option for option in options if option.startswith(PERMITS) or option in PLACES]
 
 
 # -- values as texts -----------------------------------------------------------------------------------------------------
@@ -224,11 +219,6 @@ class DecodeOptions:
     top_p: Annotated[float, 1e-6, 1] = added(1.0, absent=1.0)
     # answers drawn per prompt; a document's score is their mean, and the row has pass@k
     samples: Annotated[int, 1, 10_000] = added(1, absent=1)
-
-    @property
-    def drawn(self) -> bool:
-        """Whether tokens are drawn."""
-        return self.temperature > 0
 
 
 @dataclass(kw_only=True)

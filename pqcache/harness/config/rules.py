@@ -124,7 +124,7 @@ def wrong_decode(decode: DecodeOptions, task: str, run: RunOptions) -> Iterator[
     if decode.samples > 1 and run.diagnostics:
         why = "measures one answer per prompt, so with decode.samples=1 only"
         yield f"diagnostics={show(run.diagnostics)}: {why}"
-    if decode.drawn and not tasks.task_class(task).generates:
+    if decode.temperature and not tasks.task_class(task).generates:
         does = "measures times" if task == "latency" else "scores given texts"
         yield f"decode.temperature={decode.temperature:g}: task={task} {does}, so no token is drawn"
     if task == "latency":

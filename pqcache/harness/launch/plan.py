@@ -260,9 +260,3 @@ def _memory(need: Memory | None, device: str) -> str:
     host = f" + {words(need.host)} cache in host memory" if need.host else ""
     parts = f"{words(need.weights)} weights + {words(need.device)} cache{host} + {words(need.prefill)} prefill"
     return f"{parts} = {words(need.on(device))}"
-
-
-def weights(plan: Plan) -> dict[str, float]:
-    """Cell name -> the weight of one of its samples: seconds if all are known, else 1."""
-    known = all(one.seconds is not None for one in plan.cells if one.missing)
-    return {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in plan.cells}

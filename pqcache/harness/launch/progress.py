@@ -55,7 +55,9 @@ class Total:
             with contextlib.redirect_stdout(said):
                 found = planning.make(plan, session)
             lines = planning.short(found)
-            weight = planning.weights(found)
+            # of a cell's samples: their seconds, if those of all cells are known
+            known = all(one.seconds is not None for one in found.cells if one.missing)
+            weight = {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in found.cells}
             if isinstance(plan.launch, LocalLaunch):  # workers may be on other machines
                 session.misfits, warning = found.misfits()
                 lines += [warning] if warning else []

@@ -206,7 +206,7 @@ class HarnessLM(LM):
             if tokens[-1] not in stop_ids:  # else the template writes the end of the turn
                 ids = [tokens[-1], *ids]
             drawn = prepared.sampling and replace(prepared.sampling, key=f"{prepared.sampling.key}/turn {number}")
-            question = len(ids) - 1 if prepared.question else 0  # question_as_decode: of a later turn all
+            question = len(ids) - 1 if prepared.known.question else 0  # question_as_decode: of a later turn all
             return Request(ids, prepared.new_tokens, stop_ids, self.stopper(prepared), question, sampling=drawn)
 
         result = generate(
@@ -227,9 +227,9 @@ class HarnessLM(LM):
 
     def _how(self, prepared: Prepared, prefill: Prefill | None) -> dict[str, Any]:
         """The arguments of every generation from a prompt."""
-        chunk = self.chunks.of(self.loaded.model, len(prepared.ids) - prepared.question)
+        chunk = self.chunks.of(self.loaded.model, len(prepared.ids) - prepared.known.question)
         own = {"attn": self.attn, "graph": self.graph, "kernels": self.kernels}
-        return {**own, "question_tokens": prepared.question, "prefill": prefill, "prefill_chunk": chunk}
+        return {**own, "question_tokens": prepared.known.question, "prefill": prefill, "prefill_chunk": chunk}
 
     def reader_beside(self, request: Instance, prefill: Prefill) -> Callable[[], None] | None:
         """What reads Full's answer again beside methods that read it in lockstep; None for tasks without such an answer."""
@@ -242,7 +242,7 @@ class HarnessLM(LM):
 
     def _reference(self, prepared: Prepared, prompt: torch.Tensor, end: Collection[int], how: dict) -> Reference:
         """Full's answer to a prompt, written once for all cells of a session that read it in turn."""
-        known, key = self.reader.known, (prepared.mark, prepared.question, self.attn, self.graph, self.kernels)
+        known, key = self.reader.known, (prepared.mark, prepared.known.question, self.attn, self.graph, self.kernels)
         if known.reference is None or known.reference[0] != key:
             full = method_class("full")()
             made = write_reference(self.loaded.model, full, prompt, tokens=prepared.new_tokens, end=end, **how)
@@ -259,7 +259,7 @@ class HarnessLM(LM):
         }
         response = json.dumps(steps, ensure_ascii=False)
         score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
-        return self._line(prepared, response, score, prepared.question, read.result)
+        return self._line(prepared, response, score, prepared.known.question, read.result)
 
     def begin(self, task: str, doc_id: int, ids: Sequence[int]) -> None:
         """Warm the kernels up once, and seed.
@@ -305,7 +305,7 @@ class HarnessLM(LM):
         score = self.scorer(prepared.task, doc, self._scored_part(response)) if self.scorer is not None else None
         if self.thinks:
             result.extra["thinking_ended"] = int(answers.END in text)
-        return self._line(prepared, response, score, prepared.question, result)
+        return self._line(prepared, response, score, prepared.known.question, result)
 
     def _text_of(self, prepared: Prepared, stop_ids: Collection[int], ids: list[int]) -> str:
         """An answer as text, without the tokens and strings that end it."""

@@ -30,11 +30,6 @@ def check(name: str, thinking: bool | None, tokenizer: Any, *, chat: bool) -> No
     raise ValueError(f"{typed}: the chat template of {name} knows {knows}")
 
 
-def template_options(thinking: bool | None, tokenizer: Any) -> dict[str, bool]:
-    """What `apply_chat_template` is told."""
-    return {} if thinking is None or SWITCH not in str(tokenizer.chat_template) else {SWITCH: thinking}
-
-
 def decode(tokenizer: Any, ids: list[int], *, thinking: bool) -> str:
     """The text of an answer without special tokens; the end of its thoughts is kept where it is one."""
     if thinking and END in tokenizer.all_special_tokens:
@@ -97,21 +92,16 @@ class Within:
         """`stop` for an answer that is watched while it grows."""
 
         def watched(token_ids: list[int]) -> bool:
-            self.token(len(token_ids))
+            now, count = self.clock(), len(token_ids)
+            shown = self.bar is not None and not getattr(self.bar, "disable", True)
+            if now - self._last >= (BAR_S if shown else EVERY_S):
+                self._last = now
+                rate = count / max(now - self._start, 1e-9)
+                text = f"{self._name}: {count:,} of at most {self._most:,} tokens, {rate:.1f} tokens/s"
+                if shown:
+                    self.bar.set_postfix_str(text)
+                else:
+                    print(f"{self.label}: {text}", file=self.stream, flush=True)
             return stop is not None and stop(token_ids)
 
         return watched
-
-    def token(self, count: int) -> None:
-        """An answer has so many tokens now."""
-        now = self.clock()
-        shown = self.bar is not None and not getattr(self.bar, "disable", True)
-        if now - self._last < (BAR_S if shown else EVERY_S):
-            return
-        self._last = now
-        rate = count / max(now - self._start, 1e-9)
-        text = f"{self._name}: {count:,} of at most {self._most:,} tokens, {rate:.1f} tokens/s"
-        if shown:
-            self.bar.set_postfix_str(text)
-        else:
-            print(f"{self.label}: {text}", file=self.stream, flush=True)

@@ -46,7 +46,7 @@ def in_batches(lm: HarnessLM, asks: Sequence[Ask], lacks: Callable[[Ask], bool])
             continue
         if lacks(ask):
             todo.append(ask)
-            sizes.append((prepared.new_tokens, prepared.known.tokens - prepared.question))
+            sizes.append((prepared.new_tokens, prepared.known.tokens - prepared.known.question))
     order = sorted(range(len(todo)), key=lambda i: sizes[i], reverse=True)
     for start in range(0, len(order), lm.batch):
         yield [todo[i] for i in order[start : start + lm.batch]]
@@ -62,14 +62,14 @@ def rows_of(lm: HarnessLM, group: Sequence[Todo]) -> list[Request]:
     rows = []
     for prepared, _ in group:
         ends, not_first = lm.ends(prepared)
-        how = ends, lm.stopper(prepared), prepared.question, not_first, prepared.sampling
+        how = ends, lm.stopper(prepared), prepared.known.question, not_first, prepared.sampling
         rows.append(Request(prepared.ids, prepared.new_tokens, *how))
     return rows
 
 
 def _parts(lm: HarnessLM, group: Sequence[Todo]) -> list[list[Todo]]:
     """A batch as prompts that the method can answer together: in chunks, InfLLM's choose their blocks by position."""
-    lengths = [len(prepared.ids) - prepared.question for prepared, _ in group]
+    lengths = [len(prepared.ids) - prepared.known.question for prepared, _ in group]
     chunk = lm.chunks.of(lm.loaded.model, max(lengths))
     if chunk is None or chunk >= max(lengths) or len(set(lengths)) == 1 or lm.method.chunk_unit(max(lengths)) == 1:
         return [list(group)]

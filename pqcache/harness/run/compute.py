@@ -7,6 +7,7 @@ traceback; the other cells go on. A prompt that cannot be shared is named once, 
 """
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -88,8 +89,8 @@ class _Run:
         first = able[0]
         assert first.lm is not None
         loaded = first.lm.loaded
-        requests = self.session.requests(first.cell, loaded)
-        requests = [request for request in requests if self.unit.has(int(request.doc_id or 0))]
+        begin, stop = self.unit.first, math.inf if self.unit.stop is None else self.unit.stop
+        requests = [r for r in self.session.requests(first.cell, loaded) if begin <= int(r.doc_id or 0) < stop]
         with (
             attach(loaded.model),
             tqdm(total=len(requests), desc=self.unit.label, unit="prompt", disable=None, delay=BAR_AFTER_S, leave=False)

@@ -91,7 +91,8 @@ class LoadedModel:
         own = self.system is not None and not any(turn["role"] == "system" for turn in before)
         turns = [{"role": "system", "content": str(self.system)}] if own else []
         turns += [dict(turn) for turn in before] + [{"role": "user", "content": prompt}]
-        told = answers.template_options(self.thinking, self.tokenizer)
+        switched = self.thinking is not None and answers.SWITCH in str(self.tokenizer.chat_template)
+        told = {answers.SWITCH: self.thinking} if switched else {}
         with rendering(TEMPLATE_S, "the model's chat template"):
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
         return whole(str(text))
@@ -296,7 +297,14 @@ def _loaded(
     config = model.config if config is None else config
     chat = wraps_chat(name, options, tokenizer)
     limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
-    marks, file = _marks(name, options, config), _file(name, options, mismatch)
+    folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
+    if folder.is_dir():  # the mark of weights and configuration, and the one that older samples have
+        marks = model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
+    else:
+        marks = (str(getattr(config, "_commit_hash", None) or ""),) * 2
+    file = None if name in WEIGHTS else gguf.facts(folder)
+    if mismatch:
+        file = {**(file or {}), "mismatched_tensors": str(mismatch)}
     loaded = LoadedModel(name, model, tokenizer, chat, options["system"], limit, *marks, thinks, file)
     if chat:
         with model_files.reading(options["path"], "its chat template cannot be used"):
@@ -330,21 +338,6 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
         return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
     tokenizer = load_tokenizer() if name in WEIGHTS else _tokenizer(options)
     return _loaded(name, options, nothing, tokenizer, config)
-
-
-def _marks(name: str, options: dict[str, Any], config: PreTrainedConfig) -> tuple[str, str]:
-    """(the mark of a model's weights and configuration, the one that older samples have)."""
-    folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
-    if not folder.is_dir():
-        commit = str(getattr(config, "_commit_hash", None) or "")
-        return commit, commit
-    return model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
-
-
-def _file(name: str, options: dict[str, Any], mismatch: int = 0) -> dict[str, str] | None:
-    """What a row says of a GGUF checkpoint, and of tensors that did not fit; None for any other."""
-    known = None if name in WEIGHTS else gguf.facts(Path(local_or_hub(options)))
-    return {**(known or {}), "mismatched_tensors": str(mismatch)} if mismatch else known
 
 
 def random_dtype(options: dict[str, Any]) -> str:

@@ -150,7 +150,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         diagnostics=lm.recorder.row([s for s in samples if "failed" not in s]) if lm.recorder is not None else None,
         data={**spec.data, **({"unscored": len(spec.unscored)} if spec.unscored else {})},
         n_skipped=sum(map(len, skipped.values())),
-        answer_scores=each if cell.decode.drawn else None,
+        answer_scores=each if cell.decode.temperature else None,
         sample_metrics=_sample_metrics(answers, spec.paired),
         model_file=lm.loaded.file,
     )

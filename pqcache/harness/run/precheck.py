@@ -36,7 +36,7 @@ def check_data(plan: RunPlan) -> None:
             task = cell.task
             try:
                 task.prepare(limit=cell.run.limit)
-                if cell.decode.drawn:
+                if cell.decode.temperature:
                     task.check_drawn(cell.decode.temperature)
             except ValueError as error:
                 errors[key] = [one_line(error)]

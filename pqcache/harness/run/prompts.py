@@ -78,11 +78,6 @@ class Prepared:
     sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
     beside_full: bool = False  # Full writes the answer, and the method reads it
 
-    @property
-    def question(self) -> int:
-        """Tokens at the prompt's end that go through the decode path."""
-        return self.known.question
-
 
 @dataclass(frozen=True)
 class Text:
@@ -201,8 +196,16 @@ class Reader:
         key = hashlib.sha256(json.dumps(parts, sort_keys=True, ensure_ascii=False, default=str).encode()).digest()
 
         def made() -> tuple[PromptFacts, list[int]]:
-            wrapped = self._wrapped(task, prompt, before, settings)
-            facts, ids = self._tokenize(*wrapped, begin, settings, rules)
+            text, wrapper, cut = self._wrapped(task, prompt, before, settings)
+            text += begin
+            ids = middle(loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
+            markers, own = settings.get("question_markers", MARKERS), rules
+            question = self._question(text, markers)
+            # Samples made before data sets had their own markers were split by the general rule.
+            if question and question_start(text, markers) != question_start(text) and question != self._question(text):
+                own = {**rules, "question_tokens": question}
+            sha256 = hashlib.sha256(text.encode()).hexdigest()
+            facts = self._facts(ids, own, question, wrapper, cut, sha256, text[-PROMPT_END:])
             return replace(facts, turns=[loaded.turn(text) for text in rules.get("turns", ())]), ids
 
         known = self.known.facts(key, made)
@@ -215,7 +218,7 @@ class Reader:
     def numbered(self, prepared: Prepared, draw: int) -> Prepared:
         """The answer of this number to a prompt."""
         decode, known = self.decode, prepared.known
-        if not decode.drawn:
+        if not decode.temperature:
             return prepared
         settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": self.seed, "draw": draw}
         mark, old_mark = (fingerprint(greedy, settings) for greedy in (known.mark, known.old_mark))
@@ -226,20 +229,6 @@ class Reader:
         """All that the model reads of a prompt."""
         task, (prompt, settings) = str(request.task_name), request.args
         return self._wrapped(task, prompt, _before(request), dict(settings))[0] + _beginning(request)
-
-    def _tokenize(
-        self, text: str, wrapper: str, cut: Any, begin: str, settings: Settings, rules: dict[str, Any]
-    ) -> tuple[PromptFacts, list[int]]:
-        """The facts and token ids of a wrapped prompt. begin: of the answer. rules: of the fingerprint."""
-        text += begin
-        ids = middle(self.loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
-        markers = settings.get("question_markers", MARKERS)
-        question = self._question(text, markers)
-        # Samples made before data sets had their own markers were split by the general rule.
-        if question and question_start(text, markers) != question_start(text) and question != self._question(text):
-            rules = {**rules, "question_tokens": question}
-        sha256 = hashlib.sha256(text.encode()).hexdigest()
-        return self._facts(ids, rules, question, wrapper, cut, sha256, text[-PROMPT_END:]), ids
 
     def _facts(
         self, ids: list[int], rules: dict[str, Any], question: int, wrapper: str, cut: Any, sha256: str, end: str
@@ -395,7 +384,7 @@ def _stops(settings: Settings, decode: DecodeOptions) -> list[str]:
     until = settings.get("until") or []
     if int(settings.get("num_beams") or 1) != 1:
         raise ValueError(f"num_beams={settings['num_beams']}: beam search is not supported")
-    if settings.get("do_sample") and not decode.drawn:
+    if settings.get("do_sample") and not decode.temperature:
         asks = f"the task's definition samples at temperature {settings.get('temperature', 1.0)}"
         raise ValueError(f"decode.temperature=0: only greedy decoding, but {asks}; set decode.temperature")
     return [s for s in ([until] if isinstance(until, str) else until) if s]

@@ -11,7 +11,7 @@ from dataclasses import asdict
 from statistics import median
 from typing import Any, cast
 
-from pqcache.harness.config.cells import Cell
+from pqcache.harness.config.cells import OPTIONS, Cell
 from pqcache.harness.config.options import without_secrets
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import SCHEMA, Row
@@ -97,18 +97,12 @@ def build_row(
 
 
 def _configuration(cell: Cell) -> dict[str, Any]:
-    def options(group: str) -> dict[str, Any]:
-        return {key: value for key, value in cell.identity[group].items() if key != "name"}
-
-    model = cell.identity["model"]
-    return {
-        "model": str(model["path"]) if model["name"] == "hf" else str(model["name"]),
-        "model_options": options("model"),
-        "method": cell.identity["method"]["name"],
-        "hyper_parameters": options("method"),
-        "task": cell.identity["task"]["name"],
-        "task_options": options("task"),
-    }
+    own: dict[str, Any] = {}
+    for group, options in OPTIONS.items():
+        given = cell.identity[group]
+        own[group] = str(given["path"] if given["name"] == "hf" else given["name"])
+        own[options] = {key: value for key, value in given.items() if key != "name"}
+    return own
 
 
 def _quality(

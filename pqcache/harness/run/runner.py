@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -37,8 +38,8 @@ from pqcache.harness.run.units import (
     Unit,
     UnitResult,
     groups,
-    local_units,
     may_share,
+    own_documents,
     ranges,
 )
 
@@ -106,14 +107,15 @@ def engine_for(plan: RunPlan) -> Engine:
     return SlurmEngine(plan.launch)  # type: ignore[arg-type]
 
 
+@dataclass
 class _Run:
     """A command while it runs."""
 
-    def __init__(self, plan: RunPlan, session: Session) -> None:
-        self.plan, self.session, self.watch = plan, session, session.watch
-        self.outcomes: dict[str, Outcome] = {}
-        self.results: dict[str, UnitResult] = {}  # of units
-        self.begun = 0  # cells that were announced
+    plan: RunPlan
+    session: Session
+    outcomes: dict[str, Outcome] = field(default_factory=dict)
+    results: dict[str, UnitResult] = field(default_factory=dict)  # of units
+    begun: int = 0  # cells that were announced
 
     # -- on this machine -----------------------------------------------------------------------------------------------
 
@@ -136,16 +138,17 @@ class _Run:
         if able and may_share(able):
             with contextlib.suppress(Exception):  # its unit meets the same error and reports it
                 tasks = len(self.session.task(able[0], self.session.model(able[0]))[1]["tasks"])
-        units = local_units(able, tasks) if able else []
-        if units and units[0].shared == "only":
-            self._compute(units.pop(0), opened, f"the prompts of {len(able)} cells")
+            names, label, own = tuple(cell.name for cell in able), f"{len(able)} cells", own_documents(able, tasks)
+            shared = Unit(names, label, timed=True, shared="only", own=own)
+            self._compute(shared, opened, f"the prompts of {label}")
         for cell in group:
             self.begun += 1
             if self.plan.sweep:
                 print(f"[{self.begun}/{len(self.plan.cells)}] {cell.label}", flush=True)
             if (member := opened[cell.name]) is not None:
                 write_status(cell.folder, "running")
-                self._compute(units.pop(0), opened, cell.label)
+                whole = cell.identity["task"]["name"] == "latency"
+                self._compute(Unit((cell.name,), cell.label, timed=True, whole=whole), opened, cell.label)
                 self._finish(member)
             if self.plan.sweep:
                 print(f"      {outcome_line(self.outcomes[cell.name])}", flush=True)
@@ -228,15 +231,15 @@ class _Run:
 
     def _sample(self, cell: str, sample: Sample) -> None:
         """A sample was computed here."""
-        if self.watch is not None:
+        if self.session.watch is not None:
             one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
-            self.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
+            self.session.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
 
     def _report(self, event: UnitResult | Progress) -> None:
         """A unit has ended, or a worker has finished a sample."""
         if isinstance(event, Progress):
-            if self.watch is not None:
-                self.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
+            if self.session.watch is not None:
+                self.session.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
             return
         self.results[event.unit] = event
         self.session.prefills["shared"] += event.shared
@@ -295,8 +298,8 @@ class _Run:
         self.outcomes[cell.name] = Outcome("failed", reason=f"{failure.reason[:400]}{where}")
 
     def _ended(self, cell: str) -> None:
-        if self.watch is not None:
-            self.watch.ended(cell)
+        if self.session.watch is not None:
+            self.session.watch.ended(cell)
 
     def _interrupted(self, members: Iterable[Member]) -> None:
         for member in members:

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, Self, cast
+from typing import IO, Any, cast
 
 from filelock import FileLock, Timeout
 
@@ -129,8 +129,8 @@ def _owner(folder: Path) -> str:
 # -- the log -----------------------------------------------------------------------------------------------------------
 
 
-class SampleLog:
-    """The samples of one cell: those on disk, and an append-only file for new ones.
+class SampleLog(ExitStack):
+    """The samples of one cell: those on disk, and an append-only file for new ones. Closing it lets the cell go.
 
     Samples of workers are beside samples.jsonl, as samples-<unit>-<number>.jsonl. All are read as one. A file is made with its
     first line.
@@ -145,12 +145,12 @@ class SampleLog:
         called with each new sample, once it is on disk. owned: claim the cell, and drop the half line that a kill has left;
         false for a worker, whose driver owns the cell: it gets a new file of its own.
         """
+        super().__init__()
         self.path, self.cell, self.on_sample, self.owned = path, cell, on_sample, owned
         self.appended = 0
         self._file: IO[bytes] | None = None
-        self._stack = ExitStack()  # what ends with the log
         if owned:
-            self._stack.enter_context(claim(path.parent))
+            self.enter_context(claim(path.parent))
         try:
             if owned and path.exists():
                 whole = max((end for _, end, _ in lines(path)), default=0)
@@ -188,6 +188,7 @@ class SampleLog:
         """Record a finished sample; it is on disk when this returns."""
         if self._file is None:
             self._file = self._open()
+            self.callback(self._close)
         if self.cell:
             sample["cell"] = self.cell
         if key_of(sample) in self._contradicted:
@@ -210,15 +211,7 @@ class SampleLog:
                 return open(self.path, "xb")
         raise AssertionError("unreachable")
 
-    def close(self) -> None:
-        """Close the file and let the cell go."""
-        with self._stack:  # the cell is let go whatever happens
-            if self._file is not None:
-                with contextlib.suppress(OSError):  # of a full disk, which `append` has met
-                    self._file.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+    def _close(self) -> None:
+        if self._file is not None:
+            with contextlib.suppress(OSError):  # of a full disk, which `append` has met
+                self._file.close()

@@ -164,7 +164,7 @@ class Sharing:
     def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
         """The dense prefill of a request's prompt; None where it does not fit."""
         prepared = lm.reader.read(request)
-        return self._recorded(lm, prepared.ids[: len(prepared.ids) - prepared.question])
+        return self._recorded(lm, prepared.ids[: len(prepared.ids) - prepared.known.question])
 
     def _recorded(self, lm: HarnessLM, body: Sequence[int]) -> Prefill | None:
         """The dense prefill of these tokens; None where it does not fit."""

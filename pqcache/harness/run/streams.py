@@ -5,18 +5,20 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 from pqcache.harness.config.options import masked
 from pqcache.harness.report.table import printable
 
 
+@dataclass(eq=False)
 class Stream:
-    """A text stream that goes silent when it can no longer be written. escape: control characters are shown as escapes."""
+    """A text stream that goes silent when it can no longer be written."""
 
-    def __init__(self, stream: Any, *, escape: bool = False) -> None:
-        self.stream, self.escape = stream, escape
-        self.error: OSError | None = None
+    stream: Any
+    escape: bool = False  # control characters are shown as escapes
+    error: OSError | None = None
 
     def write(self, text: str) -> int:
         """Write, escaping what the encoding lacks. Returns the length of the text, written or not."""

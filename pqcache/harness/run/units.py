@@ -50,10 +50,6 @@ class Unit:
         text = json.dumps([self.cells, self.first, self.stop, self.timed, self.whole, self.shared])
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
-    def has(self, doc_id: int) -> bool:
-        """Whether a document is in the range."""
-        return self.first <= doc_id < (math.inf if self.stop is None else self.stop)
-
     def documents(self) -> str:
         """The range in words."""
         return f"{self.label}, documents {self.first} to {'the last' if self.stop is None else self.stop - 1}"
@@ -132,17 +128,6 @@ def own_documents(group: Sequence[Cell], tasks: int) -> int:
     """
     run = group[0].run
     return math.ceil(OWN_PREFILLS / tasks) if run.batch == 1 and run.shared_prefill != "all" else 0
-
-
-def local_units(group: Sequence[Cell], tasks: int) -> list[Unit]:
-    """The units of one group of `groups` on this machine: what its cells share, then each cell. tasks: lm-eval tasks."""
-    whole = group[0].identity["task"]["name"] == "latency"
-    units = [Unit((cell.name,), cell.label, timed=True, whole=whole) for cell in group]
-    if may_share(group):
-        names = tuple(cell.name for cell in group)
-        own = own_documents(group, tasks)
-        units.insert(0, Unit(names, f"{len(group)} cells", timed=True, shared="only", own=own))
-    return units
 
 
 def ranges(group: Sequence[Cell], *, documents: int, tasks: int, workers: int) -> list[Unit]:
