@@ -10,7 +10,7 @@ No code of the authors is published: protocol=release does not apply.
 
 Deviations:
 - All channels have the same number of bits. The paper's 2.5 and 3.5 bits give outlier channels one bit more.
-- Products with codes are computed from decoded tokens; no kernel reads the codes.
+- Products with a sketch are computed from decoded tokens; no kernel reads it.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import BufferCodec, Codec, ExactCodec
+from pqcache.store.layout import Codes
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Schedule
 from pqcache.store.quantizer import finite, pack_codes, unpack_codes
 
@@ -102,6 +103,14 @@ class TurboCodec(BufferCodec):
             unit = unit + math.sqrt(math.pi / 2) / self.d * parts[3].to(dtype) * (signs @ self._matrix("sketch", unit))
         unit = unit if self.rotated else unit @ self._matrix("rotation", unit)
         return finite(unit * parts[1].to(dtype), self.dtype)
+
+    def layout(self) -> list[Codes] | None:
+        if self.sketch or not self.parts:
+            return None if self.sketch else []
+        codes, norm = (part.view(part.filled) for part in self.parts)
+        table = codebook(self.bits, self.d).repeat(max(1, 16 >> self.bits)).to(codes.device)
+        turn = None if self.rotated else random_matrix(self.d, "rotation", codes.device)
+        return [Codes(self.bits, self.d, codes, token_step=norm, table=table, rotation=turn)]
 
 
 @dataclass(kw_only=True)

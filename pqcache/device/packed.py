@@ -50,6 +50,8 @@ def _described(store: PackedStore) -> tuple[list[Run], tuple[Codes | None, Codes
 def _readable(codes: Codes | None) -> bool:
     if codes is None:
         return True
+    if codes.table is not None or codes.rotation is not None:
+        return False
     return codes.bits <= 8 and codes.outliers is None and codes.low_rank is None and codes.offset == 0
 
 

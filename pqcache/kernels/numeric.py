@@ -26,6 +26,7 @@ KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: n
 if "+f16c" in cpu_target.target_context.codegen().magic_tuple()[2] or platform.machine() in ("aarch64", "arm64"):
     KINDS[torch.float16] = np.int16(0)
 FP32 = KINDS[torch.float32]
+PERMUTES = "+avx2" in cpu_target.target_context.codegen().magic_tuple()[2]  # whether the processor has `look_up`
 
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -172,6 +173,41 @@ def largest(line):
         bits = bits_of(line[i])
         best = max(best, bits ^ ((bits >> np.int32(31)) & np.int32(0x7FFFFFFF)))
     return float_of(best ^ ((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
+
+
+@_intrinsic
+def look_up(typingctx, source, table, out, width, bits):
+    """Write to `out` the fp32 numbers that 2- or 4-bit codes have in a table, by planes (packed/tiles.py); see PERMUTES.
+
+    source: address of `width` bytes, a multiple of 8. table: that of 16 numbers, repeated where codes are fewer.
+    """
+
+    def generate(context, builder, signature, args):
+        source, table, out, width, bits = args
+        numbers, lanes, word = ir.VectorType(_FLOAT, 8), ir.VectorType(_I32, 8), ir.IntType(64)
+
+        def pointer(address, offset, kind):
+            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+
+        def splat(x):
+            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), x, _I32(0))
+            return builder.shuffle_vector(one, one, ir.Constant(lanes, None))
+
+        kind = ir.FunctionType(numbers, [numbers, lanes])
+        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+        low, high = (builder.load(pointer(table, word(at), numbers), align=4) for at in (0, 32))
+        with cgutils.for_range_slice(builder, word(0), width, word(8), word) as (byte, _):
+            codes = builder.zext(builder.load(pointer(source, byte, ir.VectorType(_I8, 8)), align=1), lanes)
+            with cgutils.for_range(builder, builder.sdiv(word(8), bits), intp=word) as plane:
+                shift = builder.mul(plane.index, bits)
+                code = builder.lshr(codes, splat(builder.trunc(shift, _I32)))
+                upper = builder.icmp_signed("<", builder.shl(code, splat(_I32(28))), ir.Constant(lanes, None))
+                found = builder.select(upper, *(builder.call(permute, [half, code]) for half in (high, low)))
+                place = builder.shl(builder.add(builder.mul(plane.index, width), byte), word(2))
+                builder.store(found, pointer(out, place, numbers), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.intp] * 5), generate
 
 
 @_intrinsic

@@ -5,8 +5,9 @@ channel j, `Codes` stand for
 
     (code[i, j] * token_step[i, j // width] + token_low[i, j // width]) * channel_step[i // span, j] + channel_low[i // span, j]
 
-where a missing step is 1 and a missing low is 0; width = d / groups. Outliers then replace single numbers, and a low-rank product
-is added. All tensors are views of what the codec holds: nothing is copied, and the bytes a method reports stay the same.
+where a missing step is 1 and a missing low is 0; width = d / groups; with a table, table[code] takes the place of code. Outliers
+then replace single numbers, and a low-rank product is added. All tensors are views of what the codec holds: nothing is copied,
+and the bytes a method reports stay the same.
 
 Steps and lows of the query's side fold away: (q * channel_step) . code, with q . channel_low once per `span` tokens, for keys;
 (p * token_step) code, with sum(p * token_low) once per query head, for values.
@@ -51,8 +52,10 @@ class Codes:
 
     bits: of a code. d: head dimension. codes: (n, h_kv, tokens, bytes) uint8, packed as by `quantizer.pack_codes`; with 32 bits
     (n, h_kv, tokens, d), the numbers themselves in fp32.
-    token_step, token_low: (n, h_kv, tokens, groups) fp16, expanded over KV heads where these share them. Both or none.
+    table: fp32, 16 numbers or more, repeated where there are fewer codes.
+    token_step, token_low: (n, h_kv, tokens, groups) fp16, expanded over KV heads where these share them. No low without a step.
     channel_step, channel_low: (n, h_kv, segments, d) fp16; channel_low is None where channels are only multiplied.
+    rotation: (d, d) orthogonal, fp32: the codes stand for rotation @ token.
     span: tokens per segment; the last segment may have fewer. offset: tokens of the first segment before the first token.
     """
 
@@ -67,6 +70,8 @@ class Codes:
     outliers: Outliers | None = None
     low_rank: LowRank | None = None
     offset: int = 0
+    table: torch.Tensor | None = None
+    rotation: torch.Tensor | None = None
 
     @property
     def tokens(self) -> int:

@@ -7,6 +7,7 @@ import torch
 from baselines.gear.method import GEAR
 from baselines.int8 import Int8
 from baselines.kivi import KIVI
+from baselines.turboquant import TurboQuant
 from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.salient_store import SalientStore
 from pqcache.selective import Budget
@@ -33,6 +34,9 @@ METHODS: dict[str, QuantizationMethod] = {
     "kivi 4": KIVI(bits=4, group=4, residual=8),
     "kivi 1": KIVI(bits=1, group=8, residual=8),
     "kivi 5": KIVI(bits=5, group=16, residual=16),
+    "turboquant 2": TurboQuant(bits=2),
+    "turboquant 3": TurboQuant(bits=3, residual=7),
+    "turboquant 4": TurboQuant(),
     "zipcache": ZipCache(budget=mean_bits(3.2), gap=8),
     "zipcache, 3 and 2 bits": ZipCache(budget=mean_bits(2.4), gap=8, bits_high=3, scope="layer"),
     "zipcache by token": ZipCache(budget=mean_bits(3.2), gap=8, granularity="token"),
@@ -76,9 +80,12 @@ def decoded(codes: Codes) -> torch.Tensor:
     """What the codes stand for, by the module's formula: fp32 (n, h_kv, tokens, d). The kernels' reference."""
     n, h_kv, tokens, _ = codes.codes.shape
     x = codes.codes if codes.bits == 32 else unpack_codes(codes.codes, codes.bits, codes.d).float()
-    if codes.token_step is not None and codes.token_low is not None:
-        step, low = codes.token_step.float()[..., None], codes.token_low.float()[..., None]
+    x = x if codes.table is None else codes.table[x.long()]
+    if codes.token_step is not None:
+        step = codes.token_step.float()[..., None]
+        low = torch.zeros(()) if codes.token_low is None else codes.token_low.float()[..., None]
         x = (x.unflatten(3, (step.shape[3], -1)) * step + low).flatten(3)
+    x = x if codes.rotation is None else x @ codes.rotation
     if codes.channel_step is not None:
         segment = (torch.arange(tokens, device=x.device) + codes.offset) // codes.span
         x = x * codes.channel_step.float().index_select(2, segment)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numba
@@ -20,7 +21,7 @@ import torch
 
 from pqcache.kernels import launch
 from pqcache.kernels.launch import kernel, run
-from pqcache.kernels.numeric import floats
+from pqcache.kernels.numeric import PERMUTES, floats
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -30,8 +31,8 @@ from pqcache.kernels.packed.keys import (
     score_outliers,
     see_block,
 )
-from pqcache.kernels.packed.memory import ADDED, HIGH, MASS, STREAM, WINDOW, laid_out, sizes_of
-from pqcache.kernels.packed.tiles import MOST_HEADS, READ, TILE, compiled, products, weighted
+from pqcache.kernels.packed.memory import ADDED, HIGH, LOGITS, MASS, STREAM, WINDOW, laid_out, sizes_of
+from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, READ, TILE, compiled, products, weighted
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
 
 if TYPE_CHECKING:
@@ -157,6 +158,8 @@ def _read_as(codes: Codes) -> int:
     """Bits of a code as the tiles read it: in place, where steps and lows act on whole bytes, else decoded."""
     groups = 1 if codes.token_step is None else codes.token_step.shape[3]
     whole = codes.bits in READ and codes.d // groups * codes.bits % 8 == 0
+    if codes.table is not None:
+        whole = PERMUTES and codes.bits in (2, 4) and groups == 1 and codes.d * codes.bits % 64 == 0
     return codes.bits if whole else 32
 
 
@@ -190,9 +193,12 @@ def _stream(codes: Codes, loop: Callable[..., Callable[..., None]], heads: int) 
     strides = [stride * codes.codes.element_size() for stride in codes.codes.stride()[:3]]
     groups = 0 if codes.token_step is None else codes.token_step.shape[3]
     read = _read_as(codes)
-    tile = compiled(loop, read, codes.d * min(read, 8) // 8, groups if groups and read == codes.bits else 1, heads)
+    listed = int(codes.table is not None and read == codes.bits)
+    loops = groups if groups and read == codes.bits else 1
+    tile = compiled(loop, read, codes.d * min(read, 8) // 8, loops, heads, listed)
     return (
-        codes.bits, codes.d, read, tile.address, codes.codes.data_ptr(), *strides,
+        codes.bits, codes.d, read, tile.address, 0 if codes.table is None else codes.table.data_ptr(),
+        codes.codes.data_ptr(), *strides,
         groups, *_pair(codes.token_step, codes.token_low),
         codes.span if codes.channel_step is not None else codes.codes.shape[2] + 1, codes.offset,
         *_pair(codes.channel_step, codes.channel_low), *sparse, *factors, length,
@@ -220,8 +226,15 @@ def _regular(codes: Codes, keys: bool) -> bool:
             return False
     if not keys and codes.channel_step is not None and (codes.channel_step.shape[2] > 1 or codes.outliers is not None):
         return False
+    if codes.table is not None and codes.outliers is not None:
+        return False
     groups = 1 if codes.token_step is None else codes.token_step.shape[3]
     return codes.d % 8 == 0 and codes.d % groups == 0 and all(x.stride(-1) == 1 or x.shape[-1] == 1 for x in dense)
+
+
+def reads(q: torch.Tensor, codes: Codes) -> bool:
+    """Whether `scores` serves this query and codes."""
+    return q.dtype == torch.float32 and codes.outliers is None and codes.low_rank is None and _regular(codes, True)
 
 
 def serves(q: torch.Tensor, run: Run) -> bool:
@@ -257,25 +270,66 @@ def _tasks(runs: Sequence[Run], n: int, h_kv: int, blocks: int) -> tuple[np.ndar
     return np.ascontiguousarray(ordered[:, 1:]), np.array(places, np.int64)
 
 
+def _blocks(q: torch.Tensor, h_kv: int, scaling: float) -> np.ndarray:
+    """q (n, h, 1, d), scaled, by blocks of query heads: (n, h_kv, blocks, block, d), zeros behind a group's last head."""
+    n, h, _, d = q.shape
+    group = h // h_kv
+    block = min(MOST_HEADS, 1 << (group - 1).bit_length())
+    padded = np.zeros((n, h_kv, -(-group // block) * block, d), np.float32)
+    padded[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
+    return padded.reshape(n, h_kv, -1, block, d)
+
+
+@kernel()
+def _score(first, last, q, k, sizes, heads, out):
+    """Task = (row, KV head, block); q (n, h_kv, blocks, heads, d), scaled; k (1,) of STREAM; out (n, h_kv, heads, tokens)."""
+    space = np.zeros(16 + sizes.sum() + 16 * sizes.shape[0], np.float32)
+    mem = laid_out((space.ctypes.data + 63) // 64 * 64, sizes, 1)[0]
+    for task in range(first, last):
+        block, pair = task % q.shape[2], task // q.shape[2]
+        row, head, segment = pair // q.shape[1], pair % q.shape[1], np.int64(-1)
+        read_query(k[0], q[row, head, block], heads, mem)
+        for start in range(0, out.shape[3], TILE):
+            count = min(TILE, out.shape[3] - start)
+            segment = score_codes(k[0], k[0], row, head, start, count, segment, heads, mem)
+            for a in range(len(heads)):
+                to = out[row, head, block * len(heads) + a, start : start + count]
+                to[:] = floats(mem[LOGITS] + 4 * a * LINE, count)
+    space[0] = 0  # numba frees an array behind its last use, and addresses are none
+
+
+def scores(q: torch.Tensor, codes: Codes, scaling: float) -> torch.Tensor:
+    """Products of q (n, h, 1, d) with what codes stand for, times scaling, where `reads` says so: (n, h, tokens)."""
+    n, h, _, d = q.shape
+    queries = _blocks(q, codes.codes.shape[1], scaling)
+    _, h_kv, blocks, block, _ = queries.shape
+    k = np.array([_stream(codes, products, block)], STREAM)
+    out, zeros = np.empty((n, h_kv, blocks * block, codes.tokens), np.float32), (np.float32(0),) * block
+    cost = n * h_kv * blocks * codes.tokens * d / CODES_PER_NS / 2
+    run(_score, n * h_kv * blocks, queries, k, sizes_of(k, k, d, block), zeros, out, cost=cost)
+    return torch.from_numpy(out)[:, :, : h // h_kv].reshape(n, h, -1)
+
+
+def _aligned(streams: list[Codes]) -> tuple[list[Codes], torch.Tensor | None]:
+    """K or V of all runs under the one rotation that some of them have; exact ones are rotated for it."""
+    turn = next((codes.rotation for codes in streams if codes.rotation is not None), None)
+    if turn is not None:
+        streams = [x if x.rotation is not None else replace(x, codes=x.codes @ turn.mT) for x in streams]
+    return streams, turn
+
+
 def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of one token per row, q (n, h, 1, d) fp32, over runs of packed tokens, where `serves` says so of each.
 
     Returns the normalised output (n, h, 1, d) and the log-sum-exp (n, h, 1); 0 and -inf where a head has no token.
     """
-    n, h, _, d = q.shape
-    h_kv = runs[0].k.codes.shape[1]
-    group = h // h_kv
-    block = min(MOST_HEADS, 1 << (group - 1).bit_length())
-    padded_group = -(-group // block) * block
-    blocks = padded_group // block
-    k, v = (
-        np.array([_stream(codes, loop, block) for codes in of_all], STREAM)
-        for loop, of_all in zip((products, weighted), zip(*((r.k, r.v) for r in runs), strict=True), strict=True)
-    )
+    (keys, turn), (values, back) = _aligned([r.k for r in runs]), _aligned([r.v for r in runs])
+    queries = _blocks(q if turn is None else q @ turn.mT, keys[0].codes.shape[1], scaling)
+    n, h_kv, blocks, block, d = queries.shape
+    k = np.array([_stream(codes, products, block) for codes in keys], STREAM)
+    v = np.array([_stream(codes, weighted, block) for codes in values], STREAM)
     tasks, places = _tasks(runs, n, h_kv, blocks)
-    padded = np.zeros((n, h_kv, padded_group, d), np.float32)
-    padded[:, :, :group] = (q * scaling).reshape(n, h_kv, group, d).numpy()
-    queries = padded.reshape(-1, block, d)
+    queries, h = queries.reshape(-1, block, d), q.shape[1]
     parts = np.empty((len(places), block, d), np.float32)
     high, mass = np.empty((2, len(places), block), np.float32)
     zeros = (np.float32(0),) * block
@@ -286,5 +340,6 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     )  # fmt: skip
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
-    result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, :group].reshape(n, h, 1, d)
-    return result, torch.from_numpy(lse).view(n, h_kv, -1)[:, :, :group].reshape(n, h, 1)
+    result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, : h // h_kv].reshape(n, h, 1, d)
+    lse = torch.from_numpy(lse).view(n, h_kv, -1)[:, :, : h // h_kv].reshape(n, h, 1)
+    return result if back is None else result @ back, lse

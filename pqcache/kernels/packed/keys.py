@@ -80,7 +80,7 @@ def score_codes(k, v, row, head, start, count, segment, heads, mem):
         call(k.tile, (
             codes + first * stride, stride, last - first, mem[STEPS] + pair, mem[LOWS] + pair, mem[NUMBERS],
             mem[FOLDED], mem[LOGITS] + 4 * first,
-            _codes_of(k, row, head, soon), k.codes_token, _codes_of(v, row, head, soon), v.codes_token,
+            _codes_of(k, row, head, soon), k.codes_token, _codes_of(v, row, head, soon), v.codes_token, k.table,
         ))  # fmt: skip
         for a in range(len(heads)):
             logits, added, whole = floats(mem[LOGITS] + 4 * a * LINE, LINE), sums[0, a], sums[1, a]

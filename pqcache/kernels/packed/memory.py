@@ -16,6 +16,7 @@ _FIELDS = (
     "d",
     "read",  # bits of a code as the tiles read it: `bits`, or 32 after decoding
     "tile",  # address of the compiled loop over a tile's codes, see tiles.py
+    "table",  # the numbers that codes stand for before steps and lows, at least 16; 0: codes are the numbers
     *("codes", "codes_row", "codes_head", "codes_token"),
     "groups",  # of a token; 0: no steps and lows per token
     *("token_step", "token_low", "token_row", "token_head", "token_token"),
@@ -144,7 +145,10 @@ def _decode(stream, base, count, mem):
     for i in range(count):
         address = base + i * stream.codes_token
         for j in range(stream.d):
-            out[i, j] = code_at(address, stream.bits, j)
+            number = code_at(address, stream.bits, j)
+            if stream.table:
+                number = floats(stream.table, 1 << stream.bits)[np.int64(number)]
+            out[i, j] = number
             if stream.groups:
                 out[i, j] = out[i, j] * steps[i, j // each] + lows[i, j // each]
 
@@ -156,7 +160,9 @@ def read_tile(stream, row, head, start, count, mem):
     if groups:
         place = row * stream.token_row + head * stream.token_head + start * stream.token_token
         for source, to in ((stream.token_step, mem[STEPS]), (stream.token_low, mem[LOWS])):
-            if stream.token_token == 2 * groups:
+            if not source:
+                floats(to, count * groups)[:] = 0
+            elif stream.token_token == 2 * groups:
                 widen(source + place, floats(to, count * groups))
             else:
                 for i in range(count):

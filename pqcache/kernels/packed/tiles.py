@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from pqcache.kernels.launch import STAMP
-from pqcache.kernels.numeric import FAST, at, fetch, floats, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import FAST, at, fetch, floats, look_up, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -30,14 +30,19 @@ _LONG = 16  # bytes of a group that have a loop of their own
 
 
 @numba.njit(nogil=True, inline="always")
-def _row(bits, address, width):
-    """The bytes of a token, or its numbers."""
+def _row(bits, address, width, listed, table, space):
+    """The bytes of a token, or its numbers; those that codes have in a table are written to `space`."""
+    if listed == 1:
+        look_up(address, table, space, width, bits)
+        return floats(space, 8 // bits * width)
     return floats(address, width) if bits == 32 else at(address, width, np.uint8(0))
 
 
 @numba.njit(nogil=True, inline="always")
-def _number(bits, row, c, plane):
-    """The code of a plane in byte c."""
+def _number(bits, row, c, plane, listed, width):
+    """The code of a plane in byte c, or its number."""
+    if listed == 1:
+        return row[plane * width + c]
     if bits == 32:
         return np.float32(row[c])
     return np.float32(np.uint8((np.uint8(row[c]) >> np.uint8(plane * bits)) & np.uint8((1 << min(bits, 8)) - 1)))
@@ -56,18 +61,19 @@ def _per_byte(each, count, numbers, space):
     return space
 
 
-def products(bits: int, width: int, groups: int, heads: int, stamp: str) -> Callable[..., None]:
+def products(bits: int, width: int, groups: int, heads: int, listed: int, stamp: str) -> Callable[..., None]:
     """Write q_a . x_i of `count` tokens from an address on to out[a, i] (heads, LINE). width: bytes of a token, or numbers.
 
     steps, lows (count, groups), used where a token has several; space for two floats per byte. The codes of as many keys and
     values are fetched meanwhile: the processor fetches on its own only within a page of memory, and a tile fills a few.
+    listed: 1 where codes stand for the numbers of a table.
     """
     per, each, zeros = max(1, 8 // bits), width // groups, (np.float32(0),) * heads
     short = groups > 1 and each < _LONG
     # loops over a token's bytes, bytes of a loop, steps of a token
     loops, span, size = (1, width, width) if short else (groups, each, groups)
 
-    def run(address, stride, count, steps, lows, space, query, out_at, keys, key_size, values, value_size):
+    def run(address, stride, count, steps, lows, space, query, out_at, keys, key_size, values, value_size, table):
         stamp  # noqa: B018
         whole_registers()
         q, out = floats(query, heads * width * per), floats(out_at, heads * LINE)
@@ -77,13 +83,13 @@ def products(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
         for i in range(count):
             fetch(keys + i * key_size, key_size)
             fetch(values + i * value_size, value_size)
-            row = _row(bits, address + i * stride, width)
+            row = _row(bits, address + i * stride, width, listed, table, space)
             step, low, sums = floats(steps + 4 * i * size, size), floats(lows + 4 * i * size, size), zeros
             for loop in range(loops):
                 s, l = step[loop], low[loop]  # noqa: E741
                 for c in range(loop * span, (loop + 1) * span):
                     for plane in range(per):
-                        x = _number(bits, row, c, plane)
+                        x = _number(bits, row, c, plane, listed, width)
                         if groups > 1:
                             x = x * (step[c] if short else s) + (low[c] if short else l)
                         for a in range(heads):
@@ -94,7 +100,7 @@ def products(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
     return run
 
 
-def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Callable[..., None]:
+def weighted(bits: int, width: int, groups: int, heads: int, listed: int, stamp: str) -> Callable[..., None]:
     """Add to out (heads, channels by planes) the sum over `count` tokens of p[a, i] x_i, four tokens at a time.
 
     p (heads, LINE) is 0 from `count` up to a multiple of 4. Otherwise as `products`.
@@ -104,7 +110,7 @@ def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
     # loops over a token's bytes, bytes of a loop, steps of a token
     loops, span, size = (1, width, width) if short else (groups, each, groups)
 
-    def run(address, stride, count, steps, lows, space, weights, out_at):
+    def run(address, stride, count, steps, lows, space, weights, out_at, table):
         stamp  # noqa: B018
         whole_registers()
         out, p = floats(out_at, heads * width * per), floats(weights, heads * LINE)
@@ -114,8 +120,10 @@ def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
         for i in range(0, count, 4):
             last = count - 1
             i1, i2, i3 = min(i + 1, last), min(i + 2, last), min(i + 3, last)
-            r0, r1 = _row(bits, address + i * stride, width), _row(bits, address + i1 * stride, width)
-            r2, r3 = _row(bits, address + i2 * stride, width), _row(bits, address + i3 * stride, width)
+            r0 = _row(bits, address + i * stride, width, listed, table, space)
+            r1 = _row(bits, address + i1 * stride, width, listed, table, space + 4 * per * width)
+            r2 = _row(bits, address + i2 * stride, width, listed, table, space + 8 * per * width)
+            r3 = _row(bits, address + i3 * stride, width, listed, table, space + 12 * per * width)
             at0, at1, at2, at3 = 4 * i * size, 4 * i1 * size, 4 * i2 * size, 4 * i3 * size
             s0, s1 = floats(steps + at0, size), floats(steps + at1, size)
             s2, s3 = floats(steps + at2, size), floats(steps + at3, size)
@@ -130,8 +138,10 @@ def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
                 u0, u1, u2, u3 = l0[loop], l1[loop], l2[loop], l3[loop]
                 for c in range(loop * span, (loop + 1) * span):
                     for plane in range(per):
-                        x0, x1 = _number(bits, r0, c, plane), _number(bits, r1, c, plane)
-                        x2, x3 = _number(bits, r2, c, plane), _number(bits, r3, c, plane)
+                        x0 = _number(bits, r0, c, plane, listed, width)
+                        x1 = _number(bits, r1, c, plane, listed, width)
+                        x2 = _number(bits, r2, c, plane, listed, width)
+                        x3 = _number(bits, r3, c, plane, listed, width)
                         if short:
                             x0, x1 = x0 * s0[c] + l0[c], x1 * s1[c] + l1[c]
                             x2, x3 = x2 * s2[c] + l2[c], x3 * s3[c] + l3[c]
@@ -144,9 +154,11 @@ def weighted(bits: int, width: int, groups: int, heads: int, stamp: str) -> Call
 
 
 @cache
-def compiled(make: Callable[..., Callable[..., None]], bits: int, width: int, groups: int, heads: int) -> Any:
+def compiled(
+    make: Callable[..., Callable[..., None]], bits: int, width: int, groups: int, heads: int, listed: int
+) -> Any:
     """`products` or `weighted` of these constants, compiled; its `address` is what `call` takes."""
-    function = make(bits, width, groups, heads, STAMP)
+    function = make(bits, width, groups, heads, listed, STAMP)
     signature = types.void(*[types.intp] * function.__code__.co_argcount)
     return numba.cfunc(signature, cache=True, fastmath=FAST)(function)
 

@@ -81,7 +81,7 @@ def add_codes(v, row, head, start, count, heads, mem):
                 weights[i] *= steps[i]
             weighted[a] += added
         weights[count : count + 4] = 0
-    call(v.tile, (codes, stride, count, mem[STEPS], mem[LOWS], mem[NUMBERS], mem[LOGITS], mem[ADDED]))
+    call(v.tile, (codes, stride, count, mem[STEPS], mem[LOWS], mem[NUMBERS], mem[LOGITS], mem[ADDED], v.table))
 
 
 @numba.njit(nogil=True, fastmath=FAST)
