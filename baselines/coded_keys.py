@@ -19,12 +19,15 @@ from typing import ClassVar, Literal
 
 import torch
 
+from pqcache import kernels
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.store.chosen import gathered
 from pqcache.store.codec import BufferCodec, TokenCodec, right_align
+from pqcache.store.layout import Codes
 from pqcache.store.quantizer import pack_codes, unpack_codes
 
 from .turboquant import TurboCodec, random_matrix
@@ -67,12 +70,23 @@ class CodedKeyIndex(Index):
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         q = self.asked(q)
+        if (codes := self._readable(q)) is not None:
+            return kernels.packed.scores(q, codes.part(lo, hi), ctx.scaling)
         tiles = [self.codec.tile(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
         return torch.cat([products(q, keys) for keys in tiles], -1) * ctx.scaling
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        keys = self.codec.take(indices, self.layer.shape.group)
-        return products(self.asked(q), keys) * ctx.scaling
+        q, codes = self.asked(q), self._readable(q)
+        if codes is not None and indices.shape[1] in (1, h_kv := codes.codes.shape[1]):
+            chosen = gathered(codes, indices.clamp_min(0).expand(-1, h_kv, -1))
+            if chosen is not None:
+                return kernels.packed.scores(q, chosen, ctx.scaling)
+        return products(q, self.codec.take(indices, self.layer.shape.group)) * ctx.scaling
+
+    def _readable(self, q: torch.Tensor) -> Codes | None:
+        """The codes, where a kernel reads them."""
+        layout = self.codec.layout() if kernels.native(q) else None
+        return layout[0] if layout and kernels.packed.reads(q, layout[0]) else None
 
     def keyed(self, keys: torch.Tensor) -> torch.Tensor:
         return self.asked(keys if self.mean is None else keys - self.mean)

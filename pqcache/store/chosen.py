@@ -8,6 +8,14 @@ from pqcache.store.buffer import take_tokens
 from pqcache.store.layout import Codes, Run
 
 
+def _whole(x: torch.Tensor) -> torch.Tensor:
+    """x (n, h_kv, t, r) as `take_tokens` needs it: the buffer whose first t entries it is, or a copy."""
+    n, h_kv, _, r = x.shape
+    capacity = x.stride(1) // r
+    first = not x.storage_offset() and x.stride() == (h_kv * capacity * r, capacity * r, r, 1)
+    return x.as_strided((n, h_kv, capacity, r), x.stride()) if first else x.contiguous()
+
+
 def gathered(codes: Codes, slots: torch.Tensor) -> Codes | None:
     """The tokens in slots (n, h_kv, k) of a run, any for padding; None where a token's place says more than its codes.
 
@@ -18,10 +26,10 @@ def gathered(codes: Codes, slots: torch.Tensor) -> Codes | None:
         return None
     h_kv = codes.codes.shape[1]
     step, low = (
-        None if x is None else take_tokens(x.expand(-1, h_kv, -1, -1).contiguous(), slots)
+        None if x is None else take_tokens(_whole(x.expand(-1, h_kv, -1, -1)), slots)
         for x in (codes.token_step, codes.token_low)
     )
-    taken = take_tokens(codes.codes.contiguous(), slots)
+    taken = take_tokens(_whole(codes.codes), slots)
     return replace(codes, codes=taken, token_step=step, token_low=low, span=max(1, slots.shape[2]), offset=0)
 
 
