@@ -24,6 +24,7 @@ from typing import Annotated, ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.fields import MOST, Positive
 from pqcache.selective.budget import Plan, window_plan
 from pqcache.selective.column_sums import accumulator_dtype
@@ -85,26 +86,34 @@ class HashIndex(Index):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         n, h, _, d = q.shape
-        query = self._codes(q.to(self.mean.dtype).view(n, h_kv, -1, d))[:, :, :, None]  # (n, h_kv, g, 1, L)
+        query = self._codes(q.to(self.mean.dtype).view(n, h_kv, -1, d))  # (n, h_kv, g, L)
         lo, hi = cand.sinks, max(cand.ends)
-        equal = [
-            (query == self.codes.data[:, :, None, at : min(at + TILE, hi)]).sum(-1, dtype=torch.int16)
-            for at in range(lo, hi, TILE)
-        ]
+        if kernels.native(query, self.codes.data):
+            equal = [kernels.codes.equal_codes(query, self.codes.data, lo, hi)]
+        else:
+            tiles = self.codes.data[:, :, None, lo:hi].split(TILE, 3)
+            equal = [(query[:, :, :, None] == tile).sum(-1, dtype=torch.int16) for tile in tiles]
         # a row whose budget is enough for all attends to all, as it would alone
         whole = table([k == end - lo for k, end in zip(cand.k, cand.ends, strict=True)], q.device)[:, None, None]
         sampled = (torch.cat(equal, -1) >= 2).flatten(1, 2) | whole  # (n, h, m)
         if (valid := cand.valid(q.device)) is not None:
             sampled &= valid
         position, length = torch.arange(lo, hi, device=q.device), table(cand.lengths, q.device)[:, None]
-        luck = (position.double() * GOLDEN + length.double() * SILVER) % 1  # of whom the budget has room for
-        order = torch.where(sampled, luck[:, None].float() + 1, 0.0)
-        slots = top_tokens(order if valid is None else order.masked_fill(~valid, -torch.inf), cand.k)
-        slots = torch.where((slots >= 0) & sampled.gather(2, slots.clamp_min(0)), slots, -1)
         count, room = sampled.sum(-1, keepdim=True), table(cand.k, q.device)[:, None, None]
         share = (room / count.clamp_min(1)).clamp_max(1)
-        if q.device.type == "cpu":  # elsewhere the longest head's number is known to the device alone
-            slots = slots.sort(-1, descending=True).values[..., : max(1, int(torch.minimum(count, room).max()))]
+        # elsewhere the longest head's number is known to the device alone
+        widest = max(1, int(torch.minimum(count, room).max())) if q.device.type == "cpu" else None
+        if widest is not None and bool((count <= room).all()):
+            place = sampled.nonzero()  # (samples, 3), the last one of a head comes first
+            rank = count.flatten().cumsum(0)[place[:, 0] * h + place[:, 1]] - 1 - torch.arange(len(place))
+            slots = count.new_full((n, h, widest), -1)
+            slots[place[:, 0], place[:, 1], rank] = place[:, 2]
+        else:
+            luck = (position.double() * GOLDEN + length.double() * SILVER) % 1  # of whom the budget has room for
+            order = torch.where(sampled, luck[:, None].float() + 1, 0.0)
+            slots = top_tokens(order if valid is None else order.masked_fill(~valid, -torch.inf), cand.k)
+            slots = torch.where((slots >= 0) & sampled.gather(2, slots.clamp_min(0)), slots, -1)
+            slots = slots if widest is None else slots.sort(-1, descending=True).values[..., :widest]
         indices = torch.where(slots >= 0, slots + lo, -1)
         probability = sampled_probability(self._cosine(q, indices), self.method.bits, self.method.tables) + FLOOR
         weight = -(probability * share).log().masked_fill(whole, 0.0)

@@ -276,6 +276,32 @@ def best_tokens(
     return top_tokens(tables(q, centroids) * scaling, codes, lo, hi, k, shortlist)
 
 
+@kernel
+def _equal(first, last, query, codes, lo, out):
+    """Task = (row, KV head); query (n, h_kv, g, L), codes (n, h_kv, capacity, L), out (n, h_kv, g, m): from position lo on."""
+    heads = out.shape[1]
+    for task in range(first, last):
+        row, head = task // heads, task % heads
+        for i in range(out.shape[3]):
+            line = codes[row, head, lo + i]
+            for a in range(out.shape[2]):
+                mine, count = query[row, head, a], np.int16(0)
+                for j in range(line.shape[0]):
+                    count = np.int16(count + np.int16(mine[j] == line[j]))
+                out[row, head, a, i] = count
+
+
+def equal_codes(query: torch.Tensor, codes: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
+    """In how many of L tables query (n, h_kv, g, L) and positions lo .. hi-1 of codes (n, h_kv, capacity, L) are equal, int16.
+
+    Returns (n, h_kv, g, hi - lo).
+    """
+    n, h_kv, g, tables = query.shape
+    out = np.empty((n, h_kv, g, hi - lo), np.int16)
+    run(_equal, n * h_kv, query.contiguous().numpy(), codes.numpy(), lo, out, cost=out.size * tables / 8)
+    return torch.from_numpy(out)
+
+
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
 def _nearest_of_one(x, centroids, out):
     """x (n, h_kv, m, sub), centroids (n, h_kv, m, C, sub), out (n, h_kv, m)."""

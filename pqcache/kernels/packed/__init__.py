@@ -280,7 +280,7 @@ def _blocks(q: torch.Tensor, h_kv: int, scaling: float) -> np.ndarray:
     return padded.reshape(n, h_kv, -1, block, d)
 
 
-@kernel()
+@kernel
 def _score(first, last, q, k, sizes, heads, out):
     """Task = (row, KV head, block); q (n, h_kv, blocks, heads, d), scaled; k (1,) of STREAM; out (n, h_kv, heads, tokens)."""
     space = np.zeros(16 + sizes.sum() + 16 * sizes.shape[0], np.float32)
