@@ -341,5 +341,5 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)
     _merge(places, parts, high, mass, out, lse)
     result = torch.from_numpy(out).view(n, h_kv, -1, d)[:, :, : h // h_kv].reshape(n, h, 1, d)
-    lse = torch.from_numpy(lse).view(n, h_kv, -1)[:, :, : h // h_kv].reshape(n, h, 1)
-    return result if back is None else result @ back, lse
+    sums = torch.from_numpy(lse).view(n, h_kv, -1)[:, :, : h // h_kv].reshape(n, h, 1)
+    return result if back is None else result @ back, sums
