@@ -87,7 +87,7 @@ class TurboCodec(BufferCodec):
         unit = unit if self.rotated else unit @ self._matrix("rotation", x).mT
         centroids = codebook(self.bits, x.shape[-1]).to(x.device)
         codes = torch.bucketize(unit.contiguous(), ((centroids[1:] + centroids[:-1]) / 2).to(x.dtype))
-        parts = [pack_codes(codes.to(torch.uint8), self.bits), norm.half()]
+        parts = [pack_codes(codes.to(torch.uint8), self.bits), finite(norm, torch.float16)]
         if self.sketch:
             rest = unit - centroids.to(x.dtype)[codes]
             signs = (rest @ self._matrix("sketch", x).mT > 0).to(torch.uint8)

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from baselines.gear import GEAR
+from baselines.turboquant import TurboQuant
 from baselines.zipcache import ZipCache
 from pqcache import kernels
 from pqcache.selective import Budget
@@ -81,7 +82,7 @@ def test_it_is_launched_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -
 
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="its tensors are the CPU's")
-READABLE = sorted(name for name in STORES if not name.startswith("gear") or "without" in name)
+READABLE = sorted(name for name in STORES if not name.startswith(("gear", "turboquant")) or "without" in name)
 
 
 @on_cpu
@@ -105,8 +106,8 @@ def test_packed_tokens(name: str, lengths: list[int]) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     "method",
-    [ZipCache(budget=Budget(ratio=0.2), gap=3, recompress="segment"), GEAR(residual=4)],
-    ids=["ranges that differ within a width", "outliers and a low rank"],
+    [ZipCache(budget=Budget(ratio=0.2), gap=3, recompress="segment"), GEAR(residual=4), TurboQuant()],
+    ids=["ranges that differ within a width", "outliers and a low rank", "a table"],
 )
 def test_other_codes_are_decoded_by_torch(method) -> None:
     store = store_of(method, [40], 5, seed=1)
