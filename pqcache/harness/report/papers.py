@@ -31,7 +31,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from pathlib import Path
-from types import SimpleNamespace
+from typing import Any
 
 import pandas as pd
 
@@ -156,7 +156,7 @@ HOW: Mapping[str, Callable[[float, float], float]] = {
 }
 
 
-def is_of(number: SimpleNamespace, entry: Entry) -> bool:
+def is_of(number: Any, entry: Entry) -> bool:
     """Whether a number is of an entry's line, model, data set, budget and setting."""
     return (
         entry.metric == number.metric
@@ -168,7 +168,7 @@ def is_of(number: SimpleNamespace, entry: Entry) -> bool:
     )
 
 
-def text_measured(number: SimpleNamespace, table: Sequence[Entry], field: str = "measured") -> list[float]:
+def text_measured(number: Any, table: Sequence[Entry], field: str = "measured") -> list[float]:
     """What an experiment's entries give for a number, one per setting and budget that it is of; empty: not measured.
 
     field: `published` takes the paper's own table instead.

@@ -10,10 +10,10 @@ import csv
 import functools
 import re
 import shlex
+from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import yaml
@@ -30,8 +30,11 @@ Budget = float | int | None  # None: the method has none
 
 
 @functools.cache
-def numbers(name: str) -> tuple[SimpleNamespace, ...]:
-    """Every number of an experiment's table, or of `prose`, with the columns of its file; empty where there is no file."""
+def numbers(name: str) -> tuple[Any, ...]:
+    """Every number of an experiment's table, or of `prose`, as a namedtuple of its file's columns; empty where there is no file.
+
+    pandas makes a frame of them.
+    """
 
     def budget(text: str) -> Budget:
         return None if not text else float(text) if "." in text else int(text)
@@ -39,8 +42,9 @@ def numbers(name: str) -> tuple[SimpleNamespace, ...]:
     path = FOLDER / f"{name}.csv"
     text = path.read_text(encoding="utf-8") if path.exists() else ""
     lines = csv.DictReader(text.splitlines())
+    number: Any = namedtuple("Number", lines.fieldnames or ())  # type: ignore[misc]  # it wants them spelled out
     parsed = ({**line, "budget": budget(line["budget"]), "value": float(line["value"])} for line in lines)
-    return tuple(SimpleNamespace(**line) for line in parsed)
+    return tuple(number(**line) for line in parsed)
 
 
 @functools.cache
