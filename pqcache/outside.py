@@ -10,6 +10,7 @@ import math
 import os
 import re
 import stat
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -110,6 +111,24 @@ def finite(value: Any) -> Any:
 
 class _Late(BaseException):
     """The time is over."""
+
+
+@contextmanager
+def little_memory(more: int = 1 << 30) -> Iterator[None]:
+    """Let this process have so many bytes more at most, where the system knows such a limit: else MemoryError."""
+    if sys.platform != "linux":
+        yield
+        return
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+    limits = [pages * resource.getpagesize() + more, *(limit for limit in (soft, hard) if limit >= 0)]
+    resource.setrlimit(resource.RLIMIT_AS, (min(limits), hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))
 
 
 @contextmanager

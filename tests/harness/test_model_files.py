@@ -114,6 +114,7 @@ def test_architectures_that_no_method_runs_on_are_one_line(
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 LAYER, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 HEAD, SAFE = "lm_head.weight", "model.safetensors"
+UNMOVED = "no token changes what its weights say of the next one"
 Tensors = dict[str, torch.Tensor]
 
 
@@ -166,10 +167,13 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no output, and no tied one": (tensors(lambda w: w.pop(HEAD)), f"its files lack 1 tensors ({HEAD})"),
     "another shape": (tensors(lambda w: w.update({LAYER: torch.ones(32, 64)})), f"of another shape are 1 tensors ({LAYER})"),
     "other names": (tensors(lambda w: [w.update({f"t.{k}": w.pop(k)}) for k in list(w)]), "files lack 27 tensors"),
-    "zeros": (tensors(lambda w: [one.zero_() for one in w.values()]), "embed_tokens.weight holds one number alone"),
-    "ones": (tensors(lambda w: [one.fill_(1) for one in w.values()]), "embed_tokens.weight holds one number alone"),
-    "an output of zeros": (tensors(lambda w: w[HEAD].zero_()), f"{HEAD} holds one number alone"),
-    "layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "proj" in k]), "each matrix of its layers holds"),
+    "zeros": (tensors(lambda w: [one.zero_() for one in w.values()]), UNMOVED),
+    "ones": (tensors(lambda w: [one.fill_(1) for one in w.values()]), UNMOVED),
+    "an output of zeros": (tensors(lambda w: w[HEAD].zero_()), UNMOVED),
+    "layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "proj" in k]), UNMOVED),
+    "norms of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "norm" in k]), UNMOVED),
+    "norms of the layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "layernorm" in k]), UNMOVED),
+    "a last norm of zeros": (tensors(lambda w: w["model.norm.weight"].zero_()), UNMOVED),
     "NaN": (tensors(lambda w: w[LAYER].fill_(float("nan"))), f"{LAYER} holds NaN or infinity"),
     "infinity in a bias": (tensors(lambda w: w[BIAS].fill_(float("inf"))), f"{BIAS} holds NaN or infinity"),
     "an empty file": (text(SAFE, b""), "header too small"),
@@ -195,6 +199,8 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a template that divides": (text("chat_template.jinja", "{{ 1 / 0 }}"), "ZeroDivisionError"),
     "a template that looks around": (text("chat_template.jinja", "{{ ''.__class__.__mro__ }}"), "SecurityError"),
     "a template that calls itself": (text("chat_template.jinja", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"), "Recursion"),
+    "a template that fills the memory": (text("chat_template.jinja", "{{ 'x' * 10 ** 11 }}"), "fails (MemoryError: )"),
+    "a template that pads": (text("chat_template.jinja", "{{ 'x' | center(10 ** 10) }}"), "fails (MemoryError: )"),
     "a template without the prompt": (text("chat_template.jinja", "Hello."), "it leaves the prompt out"),
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
-from pqcache.outside import rendering, whole
+from pqcache.outside import little_memory, rendering, whole
 
 if TYPE_CHECKING:
     import torch
@@ -259,7 +259,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         model_files.check_format(path, allow_pickle=allow_pickle)
         tokenizer = _tokenizer(options)
         loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True, "ignore_mismatched_sizes": True}
-        loading |= {"use_safetensors": None if allow_pickle else True, **map_arguments(options)}
+        loading |= {"use_safetensors": None if allow_pickle else True, "return_dict": True, **map_arguments(options)}
         try:
             model, info = AutoModelForCausalLM.from_pretrained(
                 path, revision=revision, trust_remote_code=False, **loading
@@ -307,7 +307,7 @@ def _loaded(
         file = {**(file or {}), "mismatched_tensors": str(mismatch)}
     loaded = LoadedModel(name, model, tokenizer, chat, options["system"], limit, *marks, thinks, file)
     if chat:
-        with model_files.reading(options["path"], "its chat template cannot be used"):
+        with model_files.reading(options["path"], "its chat template cannot be used"), little_memory():
             if ANSWER not in loaded.wrap(ANSWER):
                 raise ValueError("it leaves the prompt out")
     return loaded
