@@ -1,7 +1,7 @@
-"""Pseudo-words and their split into training and evaluation words.
+"""Pseudo-words that were kept from the training of the embedded models, a quarter of all.
 
-A pseudo-word is two tokens of the tokenizer: a beginning, with its leading space, and an ending. Training sees every token
-but no pair that is an evaluation word. An evaluation word can therefore only be restated by copying it from the prompt.
+A pseudo-word is two tokens of the tokenizer: a beginning, with its leading space, and an ending. Training saw every token
+but none of these pairs. An evaluation word can therefore only be restated by copying it from the prompt.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 _EVAL_SHARE = 0.25
 # Limits; the most frequent tokens come first.
 _NAME_BEGINNINGS, _VALUE_BEGINNINGS, _ENDINGS = 160, 320, 64
-_WORD = re.compile(r"[A-Za-z]+")
 
 
 def is_eval_word(word: str) -> bool:
@@ -29,22 +28,10 @@ def is_eval_word(word: str) -> bool:
 
 @dataclass(frozen=True)
 class Words:
-    """Pseudo-words, sorted. Names are capitalised, values lower-case; regardless of case no word is in two lists."""
+    """Evaluation words, sorted. Names are capitalised, values lower-case; regardless of case no word is in both."""
 
-    names_train: tuple[str, ...]
     names_eval: tuple[str, ...]
-    values_train: tuple[str, ...]
     values_eval: tuple[str, ...]
-
-    @property
-    def held_out(self) -> frozenset[str]:
-        """Lower-case words that no training document may contain."""
-        return frozenset(w.lower() for w in self.names_eval + self.values_eval)
-
-
-def words_in(text: str) -> set[str]:
-    """The lower-case words of a text (maximal runs of letters)."""
-    return {w.lower() for w in _WORD.findall(text)}
 
 
 def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> list[str]:
@@ -60,13 +47,10 @@ def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> 
 
 @lru_cache(maxsize=2)
 def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
-    """All pseudo-words of a tokenizer, split. Takes about a second, then cached."""
+    """The evaluation words of a tokenizer. Takes about a second, then cached."""
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}
     values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]
     return Words(
-        names_train=tuple(w for w in names if not is_eval_word(w)),
-        names_eval=tuple(w for w in names if is_eval_word(w)),
-        values_train=tuple(w for w in values if not is_eval_word(w)),
-        values_eval=tuple(w for w in values if is_eval_word(w)),
+        names_eval=tuple(w for w in names if is_eval_word(w)), values_eval=tuple(w for w in values if is_eval_word(w))
     )

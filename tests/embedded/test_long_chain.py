@@ -1,13 +1,11 @@
-"""long_chain: prompts that the answer cannot be copied from, scores that one slip does not spoil, and the training rows."""
+"""long_chain: prompts that the answer cannot be copied from, scores that one slip does not spoil."""
 
-import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded import load_model, model_dir
 from pqcache.embedded.long_chain import Chain, make_samples, score
-from pqcache.embedded.words import pseudo_words, words_in
-from scripts.embedded.chain_rows import LOOK_UP_WEIGHT, ONCE_WEIGHT, ChainRows
+from pqcache.embedded.words import pseudo_words
 
 CHAIN = Chain(
     roads=(("C", "D"), ("A", "B"), ("D", "A"), ("B", "C")), marks=("m", "n", "o"), calls=("o", "m", "n"), start="A"
@@ -87,20 +85,3 @@ def test_the_shipped_weights_walk_and_recall(tok: PreTrainedTokenizerBase) -> No
     out = load_model(name="embedded_chain").generate(ids, attention_mask=mask, max_new_tokens=204, do_sample=False)
     replies = tok.batch_decode(out[:, ids.shape[1] :], skip_special_tokens=True)
     assert sum(score(reply, sample)["steps"] for reply, sample in zip(replies, samples, strict=True)) / 2 > 0.95
-
-
-def test_training_rows(tok: PreTrainedTokenizerBase) -> None:
-    """The same for the same seed; no held-out word; every looked-up token weighs more, and the prompt nothing."""
-    rows = ChainRows(tok)
-    ids, weights, positions = rows.row((0, 1, 2), 256)
-    again = rows.row((0, 1, 2), 256)
-    assert all(np.array_equal(a, b) for a, b in zip((ids, weights, positions), again, strict=True))
-    assert len(ids) == len(weights) == len(positions) == 256
-    assert not words_in(tok.decode(ids)) & pseudo_words(tok).held_out
-    start = ids.tolist().index(rows.answer)
-    assert not weights[: start + 1].any()
-    answer = tok.decode(ids[start + 1 : ids.tolist().index(rows.eos)])
-    steps = answer.count(" to ") + answer.count(" was ")
-    # a mark and a place per step; the first mark of a half, and the word at its end
-    assert (weights == LOOK_UP_WEIGHT).sum() == 2 * steps - 2
-    assert (weights == ONCE_WEIGHT).sum() == 4

@@ -4,6 +4,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from pqcache.embedded.needle_pocket import chat_length, make_samples, score
+from tests.embedded.conftest import held_out
 
 
 @pytest.mark.parametrize("length", [96, 300, 4096])
@@ -45,3 +46,9 @@ def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrained
 )
 def test_score(response: str, points: float) -> None:
     assert score(response, ["one", "two", "three", "four"]) == points
+
+
+def test_keys_and_values_were_kept_from_training(tok: PreTrainedTokenizerBase) -> None:
+    for sample in make_samples(5, 512, 0, tok):
+        name = sample["meta"]["key"].split()[-1].lower()
+        assert {name, *sample["values"]} <= held_out(tok)

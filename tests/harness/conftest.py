@@ -20,9 +20,9 @@ from pqcache.embedded.documents import filler_text  # noqa: E402
 from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
 from pqcache.harness.run.samples import SampleLog  # noqa: E402
 from pqcache.harness.tasks import any_lm_eval  # noqa: E402
-from scripts.embedded.tokenizer import save_tokenizer, train_tokenizer  # noqa: E402
 from tests.harness.cells import model_options, on_model, watch  # noqa: E402
 from tests.threads import threads  # noqa: E402
+from tests.tokenizer import save_tokenizer, train_tokenizer  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:

@@ -1,4 +1,4 @@
-"""The tokenizer: byte-level BPE of 4096 entries, digits single, every UTF-8 string round-trips.
+"""A tokenizer as the embedded model has it: byte-level BPE of 4096 entries, digits single, every UTF-8 string round-trips.
 
     <bos> user text <answer> answer text <eos>
 
