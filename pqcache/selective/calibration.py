@@ -84,7 +84,8 @@ class Calibration:
 
     def fingerprint(self, model: PreTrainedModel, ids: torch.Tensor) -> str:
         """What a result depends on: settings, configuration, samples of every weight, token ids. 32 hexadecimal digits."""
-        content = json.dumps([*self.settings, model.config.to_dict()], sort_keys=True, default=str)
+        config = {**model.config.to_dict(), "_name_or_path": ""}  # the same model in another folder is the same
+        content = json.dumps([*self.settings, config], sort_keys=True, default=str)
         digest = hashlib.sha256(content.encode())
         for name, weight in weights(model):
             flat = weight.flatten()

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import run
+from baselines.double_sparsity import DoubleSparsity
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
 from pqcache.measure import machine
@@ -39,6 +40,15 @@ def test_rerun_skips_finished_samples_and_larger_limit_extends(
     assert "3 samples" in shown and "row.json keeps" in shown
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before and len(generated) == 5
     assert status(tmp_path / "out")["oracle"]["n_samples"] == 5
+
+
+def test_only_cells_that_lack_an_answer_calibrate(command: Command, monkeypatch: Patch) -> None:
+    made: list[DoubleSparsity] = []
+    watch(monkeypatch, DoubleSparsity, "prepare", lambda self, model, text, _: text is not None and made.append(self))
+    assert command("method=double_sparsity", "budget=0.2", "limit=1") == 0
+    assert command("-m", "method=double_sparsity", "budget=0.1,0.2", "limit=1") == 0
+    assert list(dict.fromkeys(one.budget.ratio for one in made)) == [0.2, 0.1]
+    assert sum(one.budget.ratio == 0.2 for one in made) == 1
 
 
 def test_a_resumed_row_states_what_was_measured(

@@ -91,6 +91,9 @@ class _Run:
         loaded = first.lm.loaded
         begin, stop = self.unit.first, math.inf if self.unit.stop is None else self.unit.stop
         requests = [r for r in self.session.requests(first.cell, loaded) if begin <= int(r.doc_id or 0) < stop]
+        for member in able:
+            self._guard(member, partial(self._prepare, member, requests))
+        able = self._able()
         with (
             attach(loaded.model),
             tqdm(total=len(requests), desc=self.unit.label, unit="prompt", disable=None, delay=BAR_AFTER_S, leave=False)
@@ -109,6 +112,16 @@ class _Run:
         lm = member.adapter(self.session)
         lm.timed = self.unit.timed
         lm.warm = lm.warm or not self.unit.timed  # times that are not kept need no warm kernels
+
+    def _prepare(self, member: Member, requests: Sequence[Instance]) -> None:
+        """Have the method calibrate, which may take minutes, if any of the requests lacks an answer of it."""
+        assert member.lm is not None
+        for request in requests:
+            with contextlib.suppress(TooLong):
+                if member.lm.computes and member.lm.lacking(request):
+                    loaded, folder = member.lm.loaded, Path(member.cell.run.cache_dir).expanduser()
+                    member.cell.method.prepare(loaded.model, loaded.calibration_text(), folder)
+                    return
 
     def _able(self) -> list[Member]:
         return [member for member in self.members if member.cell.name not in self.result.failures]

@@ -5,7 +5,6 @@ import io
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import fmean
 from typing import Any
 
@@ -84,8 +83,6 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
         decode=cell.decode,
     )
     _check_first_prompt(session, cell, lm)
-    if session.weights:
-        cell.method.prepare(loaded.model, loaded.calibration_text(), Path(cell.run.cache_dir).expanduser())
     return lm
 
 
