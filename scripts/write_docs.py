@@ -133,7 +133,7 @@ def methods_page() -> str:
     ]
     for one in map(Description, METHODS):
         parts += [f"## {one.name}", one.title]
-        # of the methods at commit a59e9eb, which has the script that drew them
+        # drawn by the script of commit a59e9eb, which small changes let draw the later methods
         if (DOCS / "kept" / f"{one.name}.svg").exists():
             parts += [f"![what {one.name} keeps and attends to](kept/{one.name}.svg)"]
         parts += [one.body] if one.body else []
