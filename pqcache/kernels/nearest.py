@@ -119,15 +119,12 @@ def _moments(first, last, x, total, square):
                 square[g, block, j] += value * value
 
 
-def _blocks(n: int) -> int:
-    return -(-n // _BLOCK)
-
-
 def moments(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean (G, 1, d) and mean variance over d (G,) of points x (G, N, d) fp32, read once."""
     g, n, d = x.shape
-    total, square = (np.zeros((g, _blocks(n), d), np.float32) for _ in range(2))
-    run(_moments, g * _blocks(n), x.numpy(), total, square)
+    blocks = -(-n // _BLOCK)
+    total, square = (np.zeros((g, blocks, d), np.float32) for _ in range(2))
+    run(_moments, g * blocks, x.numpy(), total, square)
     shift = torch.from_numpy(total).double().sum(1) / n
     variance = torch.from_numpy(square).double().sum(1) / n - shift.square()
     return (x[:, 0] + shift.float())[:, None], variance.clamp_min(0).mean(-1).float()
@@ -159,7 +156,7 @@ def nearest(
     bias.reshape(a, -1)[:, :c] = 0 if product else (centroids.square().sum(-1) / -2).numpy()
     codes = np.empty((a, n), np.int32)
     best = np.empty((a, n), np.float32)
-    blocks = _blocks(n)
+    blocks = -(-n // _BLOCK)
     sums = np.zeros((a, blocks if add else 0, c, d), np.float32)
     counts = np.zeros((a, blocks if add else 0, c), np.int64)
     points = x if x.stride(-1) == 1 else x.contiguous()

@@ -156,8 +156,9 @@ class Hooks:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.config = model.config
-        self.modules, self.served = attention_modules(model), served_modules(model)
         text = model.config.get_text_config(decoder=True)
+        self.modules, places = attention_modules(model), served(text)
+        self.served = [module for module in self.modules if module.layer_idx in places]
         named, kinds = getattr(text, "layer_types", None), dict[str, Any]()
         for module in self.modules:  # one rotary embedding each, so that two layers of one kind have the same
             kinds.setdefault(named[module.layer_idx] if named else "", rotary_of(model.get_decoder(), module))

@@ -67,15 +67,6 @@ def allowed_tokens(method: Method, prompt: int, steps: int) -> float:
     return fmean(method.budget.total(prompt + step) for step in range(steps))
 
 
-def _layers(cache: SelectiveCache) -> dict[str, Any]:
-    """Which layers the method serves, where that is not all of the model, and the bytes of what it does not serve."""
-    if len(cache.served) == len(cache.layers) and cache.states is None:
-        return {}
-    counts = {"served_layers": len(cache.served), "model_layers": len(cache.layers)}
-    numbers = " ".join(str(layer.model_idx) for layer in cache.served)
-    return {**counts, "served_layer_numbers": numbers, "other_layers_bytes": cache.other_bytes()}
-
-
 def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int, planned: int) -> GenerationResult:
     """Cost and result of one finished request, from the cache's ledger and the clock."""
     cache.wait()
@@ -83,6 +74,14 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
     resident, content = cache.resident_bytes(), cache.content_by_tier()
     ledger.note_resident(resident)
     ratio, budget_tokens = method.published_ratio(planned, shape), planned_tokens(method, shape, planned)
+    layers: dict[str, Any] = {}
+    if len(cache.served) < len(cache.layers) or cache.states is not None:  # which layers the method serves
+        layers = {
+            "served_layers": len(cache.served),
+            "model_layers": len(cache.layers),
+            "served_layer_numbers": " ".join(str(layer.model_idx) for layer in cache.served),
+            "other_layers_bytes": cache.other_bytes(),
+        }
     return GenerationResult(
         token_ids=tokens,
         prompt_tokens=s,
@@ -99,7 +98,7 @@ def report(cache: SelectiveCache, tokens: list[int], marks: list[float], s: int,
         bytes_per_step=ledger.bytes_per_step(),
         extra={
             **ledger.reported(),
-            **_layers(cache),
+            **layers,
             **({} if ratio is None else {"published_ratio": ratio}),
             "attended_union": ledger.attended(all_layers=False, union=True),
             "context_tokens": ledger.context(),

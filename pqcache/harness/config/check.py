@@ -14,7 +14,7 @@ from pqcache.fields import added_options, coerce, literals, option_fields
 from pqcache.harness import tasks
 from pqcache.harness.config import smoke
 from pqcache.harness.config.compose import Composed
-from pqcache.harness.config.identity import Group, Identity, Options, identify, without_index
+from pqcache.harness.config.identity import Group, Identity, Options, identify
 from pqcache.harness.config.options import (
     COMMON,
     DECODE,
@@ -143,7 +143,8 @@ def finish(draft: Draft) -> Checked:
     if not _has(errors, "budget"):
         with _lines(errors, "", f"budget={show(draft.budget)}: "):
             budget = Budget.parse(draft.budget)
-    _check_geometry(options["model"], names["model"], errors)
+    if names["model"] == "random":
+        _check_geometry(options["model"], errors)
     method, skip = _made(cls, options["method"], budget, run, errors)
     if method is not None and run.diagnostics == "trace" and not method.traceable:
         why = "is not determined by the tokens it selects; diagnostics=true measures it"
@@ -156,7 +157,7 @@ def finish(draft: Draft) -> Checked:
         raise Refused(errors)
 
     device = options["model"]["device"]
-    options["model"]["device"] = without_index(device)
+    options["model"]["device"] = device.partition(":")[0]  # cuda:1 -> cuda: its index is no part of the identity
     apart: dict[str, Options] = {"model": {}, "task": {}}
     for group, own in apart.items():
         named = [key for key in options[group] if key.startswith(PERMITS) or key in PLACES]
@@ -252,10 +253,10 @@ def _lines(errors: list[str], prefix: str = "", start: str = "") -> Iterator[Non
 # -- options together -----------------------------------------------------------------------------------------------------
 
 
-def _check_geometry(options: Options, name: str, errors: list[str]) -> None:
+def _check_geometry(options: Options, errors: list[str]) -> None:
     """`model.geometry` of model=random: a known name, a hub id or a folder."""
     text = options.get("geometry")
-    if name != "random" or not isinstance(text, str) or _has(errors, "model.geometry"):
+    if not isinstance(text, str) or _has(errors, "model.geometry"):
         return
     from pqcache.measure.geometries import GEOMETRIES, geometry
 

@@ -90,7 +90,12 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     hydra, head = compose_once([next(iter(texts(o, config_dir))) for o in first])
     sweep = flags.multirun or hydra["mode"].endswith("MULTIRUN")
     typed = {o.get_key_element() for o in overrides}
-    set_there = {**hydra["params"], **_paper_scale(head, errors)}
+    set_there = dict(hydra["params"])
+    if head.get("scale") == "paper":  # an experiment's `paper_scale:` is the overrides that it stands for; commas sweep
+        if not isinstance(head.get("paper_scale"), dict):
+            errors.append("scale=paper: only an experiment with `paper_scale:` has two sizes")
+        else:
+            set_there |= {str(key): item for key, item in head["paper_scale"].items()}
     experiment = hydra["choices"].get(EXPERIMENT)
     from_file = [f"{key}={yaml_text(value)}" for key, value in set_there.items() if key not in typed]
     own = parsed(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
@@ -110,16 +115,6 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
 
 
 # -- what an experiment's file says ------------------------------------------------------------------------------------
-
-
-def _paper_scale(head: dict[str, Any], errors: list[str]) -> dict[str, Any]:
-    """An experiment's `paper_scale:`, the overrides that scale=paper stands for. A value with commas is swept."""
-    if head.get("scale") != "paper":
-        return {}
-    if not isinstance(value := head.get("paper_scale"), dict):
-        errors.append("scale=paper: only an experiment with `paper_scale:` has two sizes")
-        return {}
-    return {str(key): item for key, item in value.items()}
 
 
 def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:

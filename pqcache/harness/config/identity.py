@@ -27,6 +27,7 @@ from pqcache.registry import RETIRED
 
 Options = dict[str, Any]
 MAX_NAME = 200  # characters of a folder's name before the hash, which tells apart names that are cut
+UNFIT = re.compile(r"[^A-Za-z0-9._=,-]+")  # for a folder's name
 
 
 @dataclass(frozen=True)
@@ -60,14 +61,14 @@ class Identity:
         model = self.options["model"]
         model_name = model["name"] if model["name"] != "hf" else masked(str(model["path"])).rstrip("/").split("/")[-1]
         parts = [model_name, self.options["method"]["name"], budget_name(self.options), self.options["task"]["name"]]
-        return "__".join(map(_clean, [*parts, f"seed{self.options['seed']}"]))
+        return UNFIT.sub("-", "__".join([*parts, f"seed{self.options['seed']}"]))
 
     @cached_property
     def name(self) -> str:
         """Of the cell's folder: model, method, budget, task, seed, every key that is not at its default, and the digest."""
         named = "model.path" if self.options["model"]["name"] == "hf" else ""  # already in the prefix
-        changed = [_clean(f"{key}={short(value)}") for key, value in self.changed.items() if key != named]
-        return f"{'__'.join([self.prefix, *changed])[:MAX_NAME]}__{self.mark[:8]}"
+        changed = [f"{key}={short(value)}" for key, value in self.changed.items() if key != named]
+        return f"{UNFIT.sub('-', '__'.join([self.prefix, *changed]))[:MAX_NAME]}__{self.mark[:8]}"
 
     @property
     def shown(self) -> Options:
@@ -88,13 +89,8 @@ class Identity:
             if isinstance(absent, dict) and isinstance(filled[key], dict):
                 filled[key] = {**absent, **filled[key]}
         if isinstance(model := filled.get("model"), dict) and isinstance(model.get("device"), str):
-            filled["model"] = {**model, "device": without_index(model["device"])}
+            filled["model"] = {**model, "device": model["device"].partition(":")[0]}
         return filled
-
-
-def without_index(device: str) -> str:
-    """cuda:1 -> cuda: which of a machine's devices computes is no part of the identity."""
-    return device.partition(":")[0]
 
 
 def budget_name(options: Options) -> str:
@@ -107,10 +103,6 @@ def short(value: Any) -> str:
     """A value as part of a name; a path is cut to its last part."""
     text = show(value)
     return Path(text).name if "/" in text else text
-
-
-def _clean(text: str) -> str:
-    return re.sub(r"[^A-Za-z0-9._=,-]+", "-", text)
 
 
 def identify(top: Group, groups: dict[str, Group], names: dict[str, str]) -> Identity:

@@ -167,7 +167,7 @@ def _wrong_choice(group: str, value: Any, config_dir: Path) -> str:
         return f"{group}={show(value)}: expected one name (several: -m {group}=a,b)"
     name = str(value)
     try:
-        if group == "method" and is_known(name) and name not in BUILT_IN:
+        if group == "method" and name not in BUILT_IN and is_known(name):
             part(group, name)
     except NotLoaded as error:
         return str(error)

@@ -19,7 +19,6 @@ from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
 
-Prices = dict[tuple[str, ...], list[float]]  # (model, task, method) -> seconds of each sample
 SMOKE_LONGEST = (1024, 16)  # tokens to which a smoke run cuts prompts and answers
 
 
@@ -39,13 +38,10 @@ class CellPlan:
 
     cell: Cell
     documents: Documents
+    samples: int
     done: int  # samples on disk
     memory: Memory | None  # None: the model's configuration is not at hand
     seconds: float | None  # of one sample, by those that this machine computed
-
-    @property
-    def samples(self) -> int:
-        return sum(self.documents.counts.values()) * self.cell.decode.samples
 
     @property
     def missing(self) -> int:
@@ -102,8 +98,9 @@ def make(plan: RunPlan, session: Session) -> Plan:
             if key not in documents:
                 documents[key] = _documents(cell, session)
             known = documents[key]
-            price = fmean(seconds) if (seconds := prices.get(_priced(cell))) else None
-            found.append(CellPlan(cell, known, len(_done(cell)), bound.memory_of(cell, known.longest), price))
+            samples = sum(known.counts.values()) * cell.decode.samples
+            memory = bound.memory_of(cell, known.longest)
+            found.append(CellPlan(cell, known, samples, len(_done(cell)), memory, prices.get(cell.name)))
     return Plan(found, len(plan.cells) - len(found))
 
 
@@ -146,26 +143,22 @@ def _done(cell: Cell) -> set[tuple[str, int, int]]:
 # -- time --------------------------------------------------------------------------------------------------------------
 
 
-def _priced(cell: Cell) -> tuple[str, ...]:
-    """Cells with the same value take about as long for a sample."""
-    model, task = (json.dumps(cell.identity[group], sort_keys=True) for group in ("model", "task"))
-    return model, task, cell.identity["method"]["name"]
-
-
-def _prices(plan: RunPlan) -> Prices:
-    """Seconds of every sample that this machine computed for the command's cells. Shared prefills are not in it."""
-    prices: Prices = {}
+def _prices(plan: RunPlan) -> dict[str, float]:
+    """Cell -> seconds of a sample, by those that this machine computed for the command's cells. Shared prefills are not in it."""
+    seconds: dict[str, list[float]] = {}
     captions: dict[str, str] = {}
+    kinds: dict[str, str] = {}  # cells of one kind take about as long for a sample
     for cell in plan.cells:
+        same = [cell.identity["model"], cell.identity["task"], cell.identity["method"]["name"]]
+        kind = kinds[cell.name] = json.dumps(same, sort_keys=True)
         device = bound.device_of(cell)
         if device in (bound.WORKER, bound.SPREAD) or cell.run.batch > 1 or not cell.folder.is_dir():
             continue
         here = captions.setdefault(device, device_caption(device))
         for sample in read_all(cell.folder, cell.about.mark)[0].values():
             if sample["device"] == here:
-                seconds = (sample["prefill_s"] or 0.0) + sum(sample["step_s"])
-                prices.setdefault(_priced(cell), []).append(seconds)
-    return prices
+                seconds.setdefault(kind, []).append((sample["prefill_s"] or 0.0) + sum(sample["step_s"]))
+    return {name: fmean(seconds[kind]) for name, kind in kinds.items() if kind in seconds}
 
 
 def duration(seconds: float) -> str:

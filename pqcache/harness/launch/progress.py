@@ -19,13 +19,13 @@ from tqdm.contrib import DummyTqdmFile
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.launch import plan as planning
-from pqcache.harness.run.session import Session
+from pqcache.harness.run.session import Session, Watch
 
 EVERY_S = 30.0  # between two plain lines
 BAR = "{n_fmt}/{total_fmt} samples |{bar:24}| {elapsed}{postfix}"
 
 
-class Total:
+class Total(Watch):
     """Counts the new samples of a command, from any number of workers. A cell's samples weigh what the plan expects of them.
 
     The time left comes from the pace of this run, from its first sample on.
@@ -71,10 +71,11 @@ class Total:
         self._weight = weight
         self._left = {one.cell.name: one.missing for one in found.cells}
         self._start = self._last = self.clock()
-        if self._missing and self.stream.isatty():
+        missing = sum(self._left.values())
+        if missing and self.stream.isatty():
             # below that of a cell, if one runs here; what is printed meanwhile stands above both
             position = int(isinstance(plan.launch, LocalLaunch))
-            self._bar = tqdm(total=self._missing, file=self.stream, leave=False, position=position, bar_format=BAR)
+            self._bar = tqdm(total=missing, file=self.stream, leave=False, position=position, bar_format=BAR)
             self._stack.callback(self._bar.close)
             if sys.stdout.isatty():
                 self._stack.enter_context(contextlib.redirect_stdout(DummyTqdmFile(self.stream)))
@@ -120,11 +121,7 @@ class Total:
 
     def line(self) -> str:
         """Samples, cells, time left and score so far."""
-        return f"{len(self._seen)}/{len(self._seen) + self._missing} samples, {self._rest()}"
-
-    @property
-    def _missing(self) -> int:
-        return sum(self._left.values())
+        return f"{len(self._seen)}/{len(self._seen) + sum(self._left.values())} samples, {self._rest()}"
 
     def _rest(self) -> str:
         parts = [f"{sum(not count for count in self._left.values())}/{len(self._left)} cells"]

@@ -279,7 +279,7 @@ def row_text(row: Row, path: Path | None) -> str:
         "score": "none: task=latency measures times and bytes" if latency else score,
         "score is": score_meaning(row),
         "drawn": "; ".join([how, *passed]) if (how := decode_text(row)) else "",
-        "tokens": _tokens(row),
+        "tokens": _tokens(row, BUDGET_MARK if remark else ""),
         "resident": resident,
         "per step": moved,
         "time": time if measured is None else "not measured: diagnostics slow the steps",
@@ -318,14 +318,17 @@ def _tiers(sizes: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {size(value)}" for name, value in sizes.items() if value)
 
 
-def _tokens(row: Row) -> str:
-    """What a decode step attends, as a share of all it could: prompt and generated tokens, their mean over the steps."""
+def _tokens(row: Row, mark: str) -> str:
+    """What a decode step attends, as a share of all it could: prompt and generated tokens, their mean over the steps.
+
+    mark: of a row that attends clearly more or less than its budget.
+    """
     attended, everywhere = row["attended_tokens"], row["attended_tokens_all_layers"]
     prompt = f"{number(row['prompt_tokens'], 0)} prompt tokens, {number(row['generated_tokens'])} generated"
     if attended is None:
         batch = row["extra"].get("batch", 1)
         return f"{prompt}, " + ("no decode step" if batch == 1 else f"attended tokens are not measured (batch {batch})")
-    text = f"{attended:.0f}{budget_mark(row)} attended per step"
+    text = f"{attended:.0f}{mark} attended per step"
     if everywhere is not None and everywhere != attended:
         text += f" ({everywhere:.0f} over all layers)"
     if context := row["extra"].get("context_tokens"):  # rows of older versions lack it

@@ -402,13 +402,6 @@ class HarnessLM(LM):
     # -- what the row says ---------------------------------------------------------------------------------------------
 
     @property
-    def first_prompt(self) -> dict[str, Any] | None:
-        """Task, document, length and hash of the first prompt; None before there is one."""
-        for (task, doc_id, *_), prompt in self.prompts.items():
-            return {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
-        return None
-
-    @property
     def protocol(self) -> dict[str, Any]:
         """The prompt side of the row: what was done to the prompts of this evaluation."""
         prompts = self.prompts.values()
@@ -418,6 +411,10 @@ class HarnessLM(LM):
         cut = ", ".join(f"middle, to {n} tokens before wrapping" for n in dict.fromkeys(n for n, _ in cuts))
         if self.smoke:
             cut = f"middle, to {PROMPT_TOKENS} tokens (smoke)"
+        first = [
+            {"task": task, "doc_id": doc_id, "tokens": prompt.tokens, "sha256": prompt.sha256}
+            for (task, doc_id, *_), prompt in list(self.prompts.items())[:1]
+        ]
         return {
             "wrapper": " / ".join(wrappers) or self.loaded.wrapper(),
             "unwrapped": list(bare) if self.loaded.chat else [],
@@ -425,5 +422,5 @@ class HarnessLM(LM):
             "bos_count": max((prompt.bos_count for prompt in prompts if prompt.bos_count is not None), default=None),
             "truncation": cut or "none; longer is left out",
             "truncated_prompts": sum(dropped > 0 for _, dropped in cuts),
-            "first_prompt": self.first_prompt,
+            "first_prompt": first[0] if first else None,
         }

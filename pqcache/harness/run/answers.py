@@ -16,10 +16,8 @@ EVERY_S = 30.0  # between two lines on an answer that grows
 BAR_S = 1.0  # between two changes of the bar
 
 
-def check(name: str, thinking: bool | None, tokenizer: Any, *, chat: bool) -> None:
+def check(name: str, thinking: bool, tokenizer: Any, *, chat: bool) -> None:
     """Refuse `model.thinking` where the chat template does not know it. Raises a one-line ValueError."""
-    if thinking is None:
-        return
     typed = f"model.thinking={str(thinking).lower()}"
     if not chat:
         raise ValueError(f"{typed}: goes with a chat template, and {name} gets its prompts without one")

@@ -219,26 +219,20 @@ def _stored(file: Path) -> list[tuple[str, str]]:
 # -- what identifies them: their content, hashed once and remembered while a file stays as it is ------------------------
 
 
-def weights_mark(folder: Path) -> str:
-    """16 hex digits of the content of a folder's weights and configuration files."""
-    digest = hashlib.sha256()
-    for path in [*_weights(folder), *(folder / name for name in CONFIGS if (folder / name).exists())]:
-        digest.update(f"{path.name} {file_hash(path)}\n".encode())
-    return digest.hexdigest()[:16]
+def marks(folder: Path, *, by_content: bool) -> tuple[str, str]:
+    """16 hex digits of the content of a folder's weights and configuration files, and the mark that older samples have.
 
-
-def old_mark(folder: Path, *, by_content: bool) -> str:
-    """The mark of older samples: over the weight files' names, sizes, and content or time of change."""
-    digest = hashlib.sha256()
-    for path in _weights(folder):
+    That is over the weight files' names, sizes, and content or time of change.
+    """
+    weights = sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+    new, old = hashlib.sha256(), hashlib.sha256()
+    for path in weights:
         facts = path.stat()
         own = file_hash(path) if by_content else facts.st_mtime_ns
-        digest.update(f"{path.name} {facts.st_size} {own}\n".encode())
-    return digest.hexdigest()[:16]
-
-
-def _weights(folder: Path) -> list[Path]:
-    return sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")])
+        old.update(f"{path.name} {facts.st_size} {own}\n".encode())
+    for path in [*weights, *(folder / name for name in CONFIGS if (folder / name).exists())]:
+        new.update(f"{path.name} {file_hash(path)}\n".encode())
+    return new.hexdigest()[:16], old.hexdigest()[:16]
 
 
 def file_hash(path: Path) -> str:

@@ -41,7 +41,7 @@ class LoadedModel:
     chat: bool
     system: str | None
     max_length: int | None  # tokens of prompt + answer the model was made for
-    weights: str = ""  # identifies the weights and configuration behind the name: see model_files.weights_mark
+    weights: str = ""  # identifies the weights and configuration behind the name: see model_files.marks
     old_weights: str = ""  # the same as older samples have it; empty: no other
     thinking: bool | None = None  # model.thinking
     file: dict[str, str] | None = None  # of a GGUF checkpoint: see gguf.facts
@@ -293,13 +293,25 @@ def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
 def _loaded(
     name: str, options: dict[str, Any], model: Any, tokenizer: Any, config: Any = None, mismatch: int = 0
 ) -> LoadedModel:
-    """A model, or the text side of one, of which only the configuration is there. Raises Unusable if its template is wrong."""
+    """A model, or the text side of one, of which only the configuration is there.
+
+    Raises ValueError if model.chat asks for a template that the tokenizer lacks, or model.thinking for what it does not know;
+    Unusable, which is one, if the template is wrong.
+    """
     config = model.config if config is None else config
-    chat = wraps_chat(name, options, tokenizer)
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    if options["chat"] and not has_template:
+        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
+    chat = has_template if options["chat"] is None else options["chat"]
     limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
+    if thinks is not None:
+        try:
+            answers.check(name, thinks, tokenizer, chat=chat)
+        except ValueError as error:
+            raise model_files.Unusable(str(error)) from error
     folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
-    if folder.is_dir():  # the mark of weights and configuration, and the one that older samples have
-        marks = model_files.weights_mark(folder), model_files.old_mark(folder, by_content=name in WEIGHTS)
+    if folder.is_dir():
+        marks = model_files.marks(folder, by_content=name in WEIGHTS)
     else:
         marks = (str(getattr(config, "_commit_hash", None) or ""),) * 2
     file = None if name in WEIGHTS else gguf.facts(folder)
@@ -311,22 +323,6 @@ def _loaded(
             if ANSWER not in loaded.wrap(ANSWER):
                 raise ValueError("it leaves the prompt out")
     return loaded
-
-
-def wraps_chat(name: str, options: dict[str, Any], tokenizer: Any) -> bool:
-    """model.chat, with null resolved.
-
-    Raises ValueError if it asks for a template that the tokenizer lacks, or model.thinking for what the template does not know.
-    """
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    if options["chat"] and not has_template:
-        raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
-    chat = has_template if options["chat"] is None else options["chat"]
-    try:
-        answers.check(name, options.get("thinking"), tokenizer, chat=chat)
-    except ValueError as error:
-        raise model_files.Unusable(str(error)) from error
-    return chat
 
 
 def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
@@ -364,19 +360,6 @@ def dtype_name(config: PreTrainedConfig, options: dict[str, Any]) -> str:
 def longest(config: PreTrainedConfig, options: dict[str, Any]) -> int | None:
     """Tokens of prompt + answer the model was made for: model.max_length, or what its (text) config says."""
     return options["max_length"] or getattr(config, "max_position_embeddings", None)
-
-
-def device_error(device: str, option: str = "model.device") -> str | None:
-    """One line if this machine has no such device."""
-    import torch
-
-    kind, _, number = device.partition(":")
-    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
-    if missing.get(kind):
-        return f"{option}={device}: there is no {kind.upper()} device here; use {option}=cpu or auto"
-    if kind == "cuda" and number.isdigit() and int(number) >= torch.cuda.device_count():
-        return f"{option}={device}: there are {torch.cuda.device_count()} CUDA devices here"
-    return None
 
 
 def local_or_hub(options: dict[str, Any]) -> str:

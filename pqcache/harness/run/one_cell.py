@@ -124,7 +124,8 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
                 evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
             assert evaluated is not None
             evaluations.append(evaluated)
-    session.show_prompt(lm.first_prompt)
+    protocol = lm.protocol
+    session.show_prompt(protocol["first_prompt"])
     if spec.unscored:
         said = f"count as wrong: {len(spec.unscored)} (the first: {spec.unscored[0]})"
         print(f"{cell.label}: answers that could not be scored and {said}", file=sys.stderr)
@@ -141,7 +142,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         cell,
         scores,
         samples,
-        prompt_protocol=lm.protocol,
+        prompt_protocol=protocol,
         kv_dtype=lm.loaded.dtype,
         metrics=_mean_metrics(evaluations),
         diagnostics=lm.recorder.row([s for s in samples if "failed" not in s]) if lm.recorder is not None else None,

@@ -116,7 +116,15 @@ def _missing_devices(cell: Cell) -> list[str]:
     named = [(cell.device, "model.device")]
     if cell.spread and isinstance(parts, dict):
         named = [(f"cuda:{at}" if isinstance(at, int) else at, "model.device_map") for at in parts.values()]
-    return [line for device, option in named if (line := models.device_error(device, option))]
+    lines, count = [], torch.cuda.device_count()
+    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
+    for device, option in named:
+        kind, _, number = device.partition(":")
+        if missing.get(kind):
+            lines.append(f"{option}={device}: there is no {kind.upper()} device here; use {option}=cpu or auto")
+        elif kind == "cuda" and number.isdigit() and int(number) >= count:
+            lines.append(f"{option}={device}: there are {count} CUDA devices here")
+    return lines
 
 
 def _unsupported(cell: Cell, config: Any, *, skip: bool) -> list[str]:

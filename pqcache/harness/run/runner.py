@@ -79,19 +79,18 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
     precheck.check_data(plan)
     precheck.check_prompts(plan, session)
-    set_aside(plan)
+    if any(cell.run.fresh for cell in plan.cells):
+        set_aside(plan)
     run = _Run(plan, session)
     engine = None if isinstance(plan.launch, LocalLaunch) else engine_for(plan)
-    if session.watch is not None:
-        session.watch.begin(plan, session)
+    session.watch.begin(plan, session)
     try:
         if engine is None:
             run.here()
         else:
             run.elsewhere(engine)
     finally:
-        if session.watch is not None:
-            session.watch.end()
+        session.watch.end()
     refresh_pairs(out)
     return run.outcomes
 
@@ -226,26 +225,24 @@ class _Run:
             self.outcomes[cell.name] = Outcome("failed", reason=str(busy))
         except OSError as error:  # the folder cannot be written; other cells may be on another disk
             self.outcomes[cell.name] = Outcome("failed", reason=f"{type(error).__name__}: {error}")
-        self._ended(cell.name)
+        self.session.watch.ended(cell.name)
         return None
 
     def _sample(self, cell: str, sample: Sample) -> None:
         """A sample was computed here."""
-        if self.session.watch is not None:
-            one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
-            self.session.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
+        one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
+        self.session.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
 
     def _report(self, event: UnitResult | Progress) -> None:
         """A unit has ended, or a worker has finished a sample."""
         if isinstance(event, Progress):
-            if self.session.watch is not None:
-                self.session.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
+            self.session.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
             return
         self.results[event.unit] = event
         self.session.prefills["shared"] += event.shared
         self.session.prefills["own"] += event.own
         for cell in event.failures:
-            self._ended(cell)
+            self.session.watch.ended(cell)
 
     def _finish(self, member: Member, units: Iterable[Unit] = ()) -> None:
         """A cell's row; or why it has none. units: those of the cell, where an engine may have left some out."""
@@ -269,7 +266,7 @@ class _Run:
                 raise Interrupted(cell.label) from None
             except Exception as error:  # one failed cell must not lose the others
                 self._failed(cell, Failure.of(error))
-        self._ended(cell.name)
+        self.session.watch.ended(cell.name)
 
     def _row(self, member: Member) -> None:
         """Write a cell's row from its samples."""
@@ -296,10 +293,6 @@ class _Run:
         write_status(cell.folder, "failed", reason=failure.reason, **facts)
         where = f" ({cell.folder / 'status.json'})" if failure.traceback else ""
         self.outcomes[cell.name] = Outcome("failed", reason=f"{failure.reason[:400]}{where}")
-
-    def _ended(self, cell: str) -> None:
-        if self.session.watch is not None:
-            self.session.watch.ended(cell)
 
     def _interrupted(self, members: Iterable[Member]) -> None:
         for member in members:

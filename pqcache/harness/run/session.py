@@ -8,7 +8,7 @@ import io
 import json
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from lm_eval.api.instance import Instance
@@ -30,13 +30,8 @@ def model_key(cell: Cell) -> str:
     return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, given], sort_keys=True)
 
 
-def _tokens_of(cell: Cell) -> str:
-    """Cells with the same value count tokens alike. Smoke models share one tokenizer."""
-    return "smoke" if cell.run.smoke else model_key(cell)
-
-
-class Watch(Protocol):
-    """Is told how a command goes on."""
+class Watch:
+    """Is told how a command goes on. This one does nothing with it."""
 
     def begin(self, plan: RunPlan, session: Session) -> None:
         """The command is checked, and its first cell is about to run. Must not raise."""
@@ -59,7 +54,7 @@ class Session:
     def __init__(self, watch: Watch | None = None, *, weights: bool = True) -> None:
         """weights: false loads tokenizers and configurations alone."""
         keep_to_group()
-        self.watch, self.weights = watch, weights
+        self.watch, self.weights = watch or Watch(), weights
         # models whose configuration could not be read: key -> why
         self.unloadable: dict[str, Exception] = {}
         # cells that this machine's memory cannot hold, which are not started: name -> why, and what would fit
@@ -85,8 +80,8 @@ class Session:
             del old
             if wrapped:
                 gc.collect()  # modules that accelerate has wrapped refer to themselves
-            # documents are counted in a model's tokens
-            tokens = _tokens_of(cell)
+            # documents are counted in a model's tokens; smoke models share one tokenizer
+            tokens = "smoke" if cell.run.smoke else key
             self._tasks = {key: task for key, task in self._tasks.items() if key[0] == tokens}
             self._requests = {key: requests for key, requests in self._requests.items() if key[0] == tokens}
             try:
@@ -163,7 +158,7 @@ class Session:
         return self._prompts.setdefault(side, Prompts()).begin(json.dumps([same, cell.run.limit], sort_keys=True))
 
     def show_prompt(self, prompt: dict[str, Any] | None) -> None:
-        """Print one line that identifies a prompt (see `HarnessLM.first_prompt`), once per prompt."""
+        """Print one line that identifies a prompt (see `HarnessLM.protocol`), once per prompt."""
         if prompt is not None and prompt["sha256"] not in self._shown_prompts:
             self._shown_prompts.add(prompt["sha256"])
             where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
@@ -181,7 +176,7 @@ def _task_key(cell: Cell, loaded: LoadedModel) -> tuple[str, str]:
     """Cells with the same value have the same documents."""
     chat = loaded.chat if cell.run.smoke else None
     parts = [cell.identity["task"], cell.identity["seed"], cell.run.limit, chat]
-    return _tokens_of(cell), json.dumps(parts, sort_keys=True)
+    return "smoke" if cell.run.smoke else model_key(cell), json.dumps(parts, sort_keys=True)
 
 
 def set_seed(tasks: TaskDict, seed: int) -> None:
