@@ -27,14 +27,6 @@ def console() -> int:
 
 def main(argv: list[str]) -> int:
     """Run a command line. Exit codes: 0 done, 1 a cell failed, 2 the command is wrong, 130 interrupted."""
-    try:
-        return _answer(argv)
-    except KeyboardInterrupt:  # before a run begins, which says itself what is done
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-
-
-def _answer(argv: list[str]) -> int:
     if wrong := [word for word in argv if word != word.encode(errors="replace").decode()]:
         print(f"error: {ascii(wrong[0])[1:-1][:200]}: is no UTF-8", file=sys.stderr)
         return 2
@@ -46,6 +38,28 @@ def _answer(argv: list[str]) -> int:
     if missing := [p for m, p in NEEDS.items() if not (sys.modules.get(m) or importlib.util.find_spec(m))]:
         print(f"error: {', '.join(missing)}: not installed; pip install 'pqcache-lab[harness]'", file=sys.stderr)
         return 2
+    from pqcache.harness.config.options import Refused
+
+    try:
+        return _run(argv)
+    except KeyboardInterrupt:  # before a run begins, which says itself what is done
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except Refused as refused:
+        for line in refused.lines:
+            print(f"error: {line}", file=sys.stderr)
+        return 2
+
+
+def answered_by(argv: list[str]) -> str:
+    """What answers a command line that runs nothing: rows (report=, tables=, advise=) or lookup (list=, explain=); else empty."""
+    if any(word.startswith(("report=", "tables=", "advise=")) for word in argv):
+        return "rows"
+    return "lookup" if any(word.partition("=")[0] in ("list", "explain") for word in argv) else ""
+
+
+def _run(argv: list[str]) -> int:
+    """Answer, plan or run what was typed. Raises Refused."""
     words = {argument.partition("=")[0] for argument in argv}
     if not argv or HELP & words:
         from pqcache.harness import lookup
@@ -56,34 +70,11 @@ def _answer(argv: list[str]) -> int:
 
         hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
         return 0
-
-    from pqcache.harness.config.options import Refused
-
-    try:
-        return _run(argv)
-    except Refused as refused:
-        for line in refused.lines:
-            print(f"error: {line}", file=sys.stderr)
-        return 2
-
-
-def of_folders(argv: list[str]) -> bool:
-    """Whether a command line reads rows: report=, tables= and advise=."""
-    return any(word.startswith(("report=", "tables=", "advise=")) for word in argv)
-
-
-def asks(argv: list[str]) -> bool:
-    """Whether a command line is a question: list= and explain=."""
-    return any(word.partition("=")[0] in ("list", "explain") for word in argv)
-
-
-def _run(argv: list[str]) -> int:
-    """Answer, plan or run what was typed. Raises Refused."""
-    if of_folders(argv):
+    if (by := answered_by(argv)) == "rows":
         from pqcache.harness.report import folder_command
 
         return _guarded(lambda: folder_command.answer(argv))
-    if asks(argv):
+    if by == "lookup":
         from pqcache.harness import lookup
 
         return _guarded(lambda: lookup.answer(argv))

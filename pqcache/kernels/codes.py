@@ -262,20 +262,6 @@ def top_tokens(
     return None if status.any() else torch.from_numpy(out)
 
 
-def best_tokens(
-    q: torch.Tensor,
-    centroids: torch.Tensor,
-    scaling: float,
-    codes: torch.Tensor,
-    lo: int,
-    hi: Sequence[int],
-    k: Sequence[int],
-    shortlist: torch.Tensor | None = None,
-) -> torch.Tensor | None:
-    """`top_tokens` by the `tables` of a query, scaled."""
-    return top_tokens(tables(q, centroids) * scaling, codes, lo, hi, k, shortlist)
-
-
 @kernel
 def _equal(first, last, query, codes, lo, out):
     """Task = (row, KV head); query (n, h_kv, g, L), codes (n, h_kv, capacity, L), out (n, h_kv, g, m): from position lo on."""

@@ -43,11 +43,11 @@ def is_plain(scaling: float) -> bool:
 
 def described(scaling: float) -> dict[str, str]:
     """What a row says of a model whose softmax is not the plain one; empty for the others."""
-    if cap_of(scaling) is not None:
-        return {"softmax": f"scores capped at {cap_of(scaling):g}: attention by plain torch"}
-    return (
-        {} if is_plain(scaling) else {"softmax": "attention sinks: prompts by plain torch, decode steps by CPU kernels"}
-    )
+    if is_plain(scaling):
+        return {}
+    if (cap := cap_of(scaling)) is not None:
+        return {"softmax": f"scores capped at {cap:g}: attention by plain torch"}
+    return {"softmax": "attention sinks: prompts by plain torch, decode steps by CPU kernels"}
 
 
 def capped(logits: torch.Tensor, scaling: float) -> torch.Tensor:

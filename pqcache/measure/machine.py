@@ -1,5 +1,6 @@
 """This machine's name for captions, and the bandwidths it reaches, with which measured times are compared."""
 
+import contextlib
 import os
 import platform
 import re
@@ -24,18 +25,11 @@ def device_caption(device: str | torch.device) -> str:
     if device.type == "mps":
         return f"Apple GPU ({platform.machine()})"
     without = "" if kernels.usable() else ", without numba's kernels"  # plain torch is slower
-    return f"{cpu_name()}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads{without}"
-
-
-def cpu_name() -> str:
-    """The processor's model name where the system gives it, else its architecture."""
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return " ".join(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
+    cpu = platform.processor() or platform.machine()
+    with contextlib.suppress(OSError, StopIteration):  # the processor's model name, where the system gives it
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = " ".join(next(line for line in lines if line.startswith("model name")).partition(":")[2].split())
+    return f"{cpu}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads{without}"
 
 
 def slug(text: str) -> str:

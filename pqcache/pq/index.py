@@ -80,8 +80,7 @@ class PQIndex(Index):
         # nothing to cluster: nothing is left out yet, too few keys for an index, or few new ones since the last fit
         rows = zip(counts, self.fitted, self.layer.dense, strict=True)
         due = [r for r, (count, old, waits) in enumerate(rows) if not waits and count > c and count > old * (1 + REFIT)]
-        self._note_fit(counts, due, ctx)
-        if any(self.fitted):
+        if due or any(self.fitted):
             self._start(k, counts, due, ctx)
             if not cache.lanes.asynchronous:
                 self.wait()
@@ -102,7 +101,6 @@ class PQIndex(Index):
     def _fit_now(self, k: torch.Tensor | None, counts: list[int], due: list[int], ctx: LayerContext) -> None:
         """Cluster rows `due` during the answer, as `_start` does. The step waits for it."""
         self.wait()
-        self._note_fit(counts, due, ctx)
         self._start(k, counts, due, ctx)
         assert self.building is not None
         # a store in few bits has lost the keys that the other rows' codes are of
@@ -121,13 +119,6 @@ class PQIndex(Index):
         facts = ctx.cache.ledger.facts
         facts["refits"] = max(self.refits, facts.get("refits", 0))
 
-    def _note_fit(self, counts: list[int], due: list[int], ctx: LayerContext) -> None:
-        """Rows `due` are about to be clustered, with counts[r] keys."""
-        facts = ctx.cache.ledger.facts
-        for r in due:
-            self.fitted[r] = counts[r]
-            facts["kmeans_max_iter"] = max(self.how.rounds(counts[r]), facts.get("kmeans_max_iter", 0))
-
     def local(self, plan: Plan, past: int) -> int:
         """The plan's window. Where every step has its own plan and there are too few keys to cluster: all but the sinks."""
         too_few = self.replans and past + 1 - self.n_sink <= 2**self.how.b
@@ -137,12 +128,16 @@ class PQIndex(Index):
         return max(plan.local, min(plan.local + plan.k, 2**self.how.b)) if self.replans else plan.local
 
     def _start(self, k: torch.Tensor | None, counts: list[int], due: list[int], ctx: LayerContext) -> None:
-        """Start the fit on the device where K-Means runs. A store on the host has the keys there already.
+        """Start to cluster rows `due`, with counts[r] keys, on the device where K-Means runs. A store on the host has them there.
 
         k (n, h_kv, >= tokens, d): all keys from the first token on; None: those after the sinks are read from the store.
         """
         assert self.centroids is not None and self.codes is not None
         how, ledger, device = self.how, ctx.cache.ledger, ctx.hidden.device if k is None else k.device
+        for r in due:
+            self.fitted[r] = counts[r]
+            most = ledger.facts.get("kmeans_max_iter", 0)
+            ledger.facts["kmeans_max_iter"] = max(how.rounds(counts[r]), most)
         lanes, home = ctx.cache.lanes.on(device), self.codes.data.device
         where = device if how.device == "auto" else torch.device(how.device)
         old, longest, sink, store = self.centroids, max(counts), self.n_sink, self.layer.store
@@ -256,11 +251,9 @@ class PQIndex(Index):
         if not kernels.native(q, centroids, codes, scaling=ctx.scaling):
             return None
         codes = codes.view(centroids.shape[0], -1, centroids.shape[2], codes.shape[-1])
-        if q.dtype == centroids.dtype == torch.float32:
-            entries = kernels.codes.best_tokens(q, centroids, ctx.scaling, codes, lo, hi, k, shortlist)
-        else:
-            tables = codebook.tables(q, centroids) * ctx.scaling
-            entries = kernels.codes.top_tokens(tables, codes, lo, hi, k, shortlist)
+        fp32 = q.dtype == centroids.dtype == torch.float32
+        tables = (kernels.codes if fp32 else codebook).tables(q, centroids) * ctx.scaling
+        entries = kernels.codes.top_tokens(tables, codes, lo, hi, k, shortlist)
         if entries is None:
             return None
         padded = shortlist is not None or len(set(k)) > 1

@@ -269,17 +269,6 @@ def caches_of(kwargs: dict) -> Sequence[SelectiveCache]:
     return cache.members if isinstance(cache, Joint) else ()
 
 
-def attention_settings(model: PreTrainedModel) -> list[tuple[PreTrainedConfig, str | None]]:
-    """Every configuration in the model with its attention implementation, outer ones first: setting one sets those inside it."""
-    found: dict[int, PreTrainedConfig] = {}
-    todo = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
-    for config in todo:
-        if id(config) not in found:
-            found[id(config)] = config
-            todo += [inner for key in config.sub_configs if (inner := getattr(config, key, None)) is not None]
-    return [(config, config._attn_implementation) for config in found.values()]
-
-
 @contextmanager
 def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
     """Let `model` work with SelectiveCache inside the block; other caches still work. Nesting is allowed.
@@ -291,7 +280,14 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
         return
     check_architecture(model.config)
-    hooks, settings = Hooks(model), attention_settings(model)
+    hooks = Hooks(model)
+    # every configuration in the model with its attention, outer ones first: setting one sets those inside it
+    before: dict[int, tuple[PreTrainedConfig, str | None]] = {}
+    configs = [module.config for module in model.modules() if isinstance(module, PreTrainedModel)]
+    for config in configs:
+        if id(config) not in before:
+            before[id(config)] = config, config._attn_implementation
+            configs += [inner for key in config.sub_configs if (inner := getattr(config, key, None)) is not None]
     AttentionInterface.register(NAME, selective_attention)
     AttentionMaskInterface.register(NAME, selective_mask)  # without one, padded and continued inputs are silently wrong
     previous = model.config._attn_implementation
@@ -301,7 +297,7 @@ def attach(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield model
     finally:
         model.set_attn_implementation(previous)
-        for config, name in settings:  # a vision tower may have had another one than the decoder
+        for config, name in before.values():  # a vision tower may have had another one than the decoder
             if config._attn_implementation != name:
                 config._attn_implementation = name
         for handle in handles:

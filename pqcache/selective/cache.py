@@ -52,7 +52,7 @@ class SelectiveCache(Request):
         if not isinstance(method, Method):
             raise TypeError(f"method of type {type(method).__name__}: SelectiveCache takes an object of a Method")
         device = home(model) if isinstance(model, PreTrainedModel) else torch.device("cpu")
-        self.lanes = (lanes or lanes_for(device)).serve(device)
+        self.lanes = lanes_for(device) if lanes is None else lanes.serve(device)
         config = model if isinstance(model, PreTrainedConfig) else model.config
         check_architecture(config)
         config = config.get_text_config(decoder=True)

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.cache import SelectiveCache
-from pqcache.selective.captured import StepRecorder, check
+from pqcache.selective.captured import GRAPHS, StepRecorder
 from pqcache.selective.layer import Watcher
 from pqcache.selective.lockstep import in_lockstep, joint_step
 from pqcache.selective.method import Method
@@ -300,7 +300,8 @@ class _Run(ExitStack):
         super().__init__()
         if not requests:
             raise ValueError("requests: allowed is at least one")
-        check(graph)
+        if graph not in GRAPHS:
+            raise ValueError(f"graph={graph}: allowed is {' or '.join(GRAPHS)}")
         self.model, self.requests, self.prefill, self.graph = model, requests, prefill, graph
         lengths = [request.body for request in requests]
         if prefill is not None and [prefill.tokens - pad for pad in prefill.pads] != lengths:

@@ -96,8 +96,9 @@ class Ledger:
         total[1] += 1
 
     def reported(self) -> dict[str, Any]:
-        """What method and stores reported of themselves: facts and means."""
-        return {**self.facts, **{name: float(total / count) for name, (total, count) in self._means.items()}}
+        """What method and stores reported of themselves: facts and means. And the mean length of a decode step's context."""
+        means = {name: float(total / count) for name, (total, count) in self._means.items()}
+        return {**self.facts, **means, "context_tokens": self._context / self.steps if self.steps else None}
 
     def end_step(self, context: float = 0.0) -> None:
         """A decode step is over. context: tokens that full attention would have attended, the current one included."""
@@ -141,10 +142,6 @@ class Ledger:
         for kind, column in COLUMNS.items():
             columns[column] += self.moved.get(kind, 0) / max(self.steps, 1)
         return columns
-
-    def context(self) -> float | None:
-        """Mean length of the context of a decode step, the current token included; None without a step."""
-        return self._context / self.steps if self.steps else None
 
     def attended(self, *, all_layers: bool, union: bool = False) -> float | None:
         """Mean tokens attended per decode step and query head: over the layers that select, or over all layers."""

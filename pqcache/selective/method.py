@@ -77,7 +77,8 @@ class Method:
         check_ranges(self)
         self.validate()
         self.setup()
-        self._check_rule()
+        if self.budget_of == "context" or self.budget_rule is not None:
+            self._check_rule()
         self.check_budget()
 
     def _check_rule(self) -> None:

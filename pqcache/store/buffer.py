@@ -93,10 +93,10 @@ class Buffer:
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` entries per row. They count as content from now on: the caller may write `data` directly."""
         self.filled = max(self.filled, tokens)
-        if tokens <= self.capacity:
-            return
         old = self.data
         n, heads, filled, *rest = old.shape
+        if tokens <= filled:
+            return
         room = round_up(max(tokens, self.expected, filled + filled // GROWTH), self.step)
         self.data = self._allocate(n, heads, room, tuple(rest), old.dtype, old.device)
         self.data[:, :, :filled] = old

@@ -95,9 +95,10 @@ class Reader:
         command = command.replace("someone/model", str(self.folder)).replace("results/runs", str(self.out / "smoke"))
         words = shlex.split(command)
         words = words[2:] if words[0] == "python" else words[1:]
-        if not words or "--help" in words or command_line.asks(words):
+        by = command_line.answered_by(words)
+        if not words or "--help" in words or by == "lookup":
             return words
-        if command_line.of_folders(words):
+        if by == "rows":
             return words if words[0].startswith("advise=") else [*words, f"out={self.out}"]
         task = compose_all(words, run.CONFIGS).composed[0].config["task"]["name"]
         keys = {word.partition("=")[0]: word.partition("=")[2] for word in words}

@@ -24,7 +24,7 @@ from pqcache.atomic import sweep, write_text
 from pqcache.harness.config.check import Checked, Draft, finish, read
 from pqcache.harness.config.compose import Composed, Request
 from pqcache.harness.config.identity import Identity, Options, budget_name, short
-from pqcache.harness.config.options import NOT_HASHED, Launch, Refused, masked, one_line, say_once, without_secrets
+from pqcache.harness.config.options import NOT_HASHED, Refused, masked, one_line, say_once, without_secrets
 from pqcache.harness.config.smoke import reduced
 from pqcache.harness.tasks import Task, task_of
 from pqcache.outside import lines, read_json, read_yaml
@@ -98,11 +98,6 @@ class RunPlan:
     report: Options = field(default_factory=dict)
     words: tuple[str, ...] = ()  # the command line
     summary: str | None = None  # see compose.Request
-
-    @property
-    def launch(self) -> Launch:
-        """Where the cells run."""
-        return self.cells[0].launch
 
     @property
     def budgets(self) -> list[float | int]:

@@ -6,7 +6,7 @@ each wrong word becomes one line, and the rest is still checked.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     for key in ("experiment", "scale"):
         if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
             raise Refused([*errors, f"{key}: one at a time"])
-    compose_once = _composer(config_dir.resolve())
+    changed = max(path.stat().st_mtime_ns for path in config_dir.rglob("*.yaml"))
+    compose_once = partial(_compose_once, config_dir.resolve(), changed)
     # without sweeps: to read hydra.mode, the experiment's own sweep and its cells
     first = [o for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
     hydra, head = compose_once([next(iter(texts(o, config_dir))) for o in first])
@@ -105,7 +106,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     composed = []
     for choice in product([*own, *overrides], config_dir):
         composed += _cells(choice, head, config_dir, sweep, compose_once)
-    best_of, summary = _best_of(head, {c.cell for c in composed}, errors), head.get("summary")
+    best_of = _best_of(head, {c.cell for c in composed}, errors) if head.get("best_of") else {}
+    summary = head.get("summary")
     if not isinstance(report := head.get("report") or {}, dict):
         errors.append(f"report={shortened(show(report))}: belongs into an experiment file")
     if summary is not None and summary not in METHODS:
@@ -119,7 +121,7 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
 
 def _best_of(head: dict[str, Any], present: set[str | None], errors: list[str]) -> dict[str, list[str]]:
     """An experiment's `best_of:` as name -> cells, without the lines whose cells are not all in this command."""
-    value, cells = head.get("best_of") or {}, head.get("cells") or {}
+    value, cells = head["best_of"], head.get("cells") or {}
     if not isinstance(value, dict) or not all(isinstance(names, list) for names in value.values()):
         errors.append(f"best_of={show(value)}: expected name: [cell, cell] pairs, in an experiment file")
         return {}
@@ -222,26 +224,21 @@ def file_of(config_dir: Path, group: str, name: str) -> dict[str, Any]:
     return part(group, name) if name in without_file(group) else {}
 
 
-def _composer(config_dir: Path) -> Composer:
-    """A function from overrides to (mode, params and choices, all keys). Groups are chosen first, values set afterwards."""
-    changed = max(path.stat().st_mtime_ns for path in config_dir.rglob("*.yaml"))
-
-    def compose_once(overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
-        groups = tuple(text for text in overrides if not text.startswith(VALUE))
-        values = [text for text in overrides if text.startswith(VALUE)]
-        try:
-            hydra, chosen = _chosen(config_dir, changed, groups)
-            config = OmegaConf.create(chosen)
-            for text in values:
-                key, value = _value(text)
-                OmegaConf.update(config, key, value, merge=True, force_add=True)
-            container = OmegaConf.to_container(config, resolve=True)
-        except (HydraException, OmegaConfBaseException, AssertionError, RecursionError, ValueError) as error:
-            raise Refused([shortened(error)]) from error
-        assert isinstance(container, dict)
-        return hydra, {str(k): v for k, v in container.items()}
-
-    return compose_once
+def _compose_once(config_dir: Path, changed: int, overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(mode, params and choices, all keys). Groups are chosen first, values set afterwards. changed: see `_chosen`."""
+    groups = tuple(text for text in overrides if not text.startswith(VALUE))
+    values = [text for text in overrides if text.startswith(VALUE)]
+    try:
+        hydra, chosen = _chosen(config_dir, changed, groups)
+        config = OmegaConf.create(chosen)
+        for text in values:
+            key, value = _value(text)
+            OmegaConf.update(config, key, value, merge=True, force_add=True)
+        container = OmegaConf.to_container(config, resolve=True)
+    except (HydraException, OmegaConfBaseException, AssertionError, RecursionError, ValueError) as error:
+        raise Refused([shortened(error)]) from error
+    assert isinstance(container, dict)
+    return hydra, {str(k): v for k, v in container.items()}
 
 
 @lru_cache(maxsize=4096)

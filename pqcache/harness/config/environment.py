@@ -5,6 +5,7 @@ import logging
 import os
 import platform
 import subprocess
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
@@ -41,23 +42,16 @@ def facts(device: str, kept: str = "") -> Facts:
 def git_commit() -> str | None:
     """The commit of this source tree; None outside a repository.
 
-    It ends with -dirty.<8 hex digits of `git diff HEAD`> if tracked files were changed.
+    It ends with -dirty.<8 hex digits of `git diff HEAD`> if tracked files were changed. None, too, where git does not say it.
     """
     root = places.ROOT
     if places.INSTALLED or not (root / ".git").exists():  # installed inside another project's repository
         return None
-
-    def git(*arguments: str) -> str | None:
-        try:
-            done = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True, timeout=20)
-        except (OSError, subprocess.TimeoutExpired):
-            return None
-        return done.stdout.strip() if done.returncode == 0 else None
-
-    commit = git("rev-parse", "HEAD")
-    if commit is None:
+    ask = partial(subprocess.run, cwd=root, capture_output=True, text=True, timeout=20, check=True)
+    try:
+        commit, changes = (ask(["git", word, "HEAD"]).stdout.strip() for word in ("rev-parse", "diff"))
+    except (OSError, subprocess.SubprocessError):
         return None
-    changes = git("diff", "HEAD")
     return f"{commit}-dirty.{hashlib.sha256(changes.encode()).hexdigest()[:8]}" if changes else commit
 
 

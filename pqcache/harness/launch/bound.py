@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig
 
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
-from pqcache.harness.run import models, smoke_models
+from pqcache.harness.run import models
 from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes
 from pqcache.measure.geometries import GEOMETRIES, geometry
 from pqcache.selective import Method, ModelShape
@@ -147,8 +147,6 @@ def config_of(cell: Cell) -> Any:
     """The model's configuration, from the caches or a known geometry. Raises OSError or ValueError if there is none."""
     options = dict(cell.identity["model"])
     name = options.pop("name")
-    if cell.run.smoke:
-        return smoke_models.model_config(name, options)
     try:
         with offline():
             return models.load_config(name, options)
@@ -189,8 +187,6 @@ def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:
     except (OSError, ValueError):
         return None
     dtype = models.dtype_name(config, cell.identity["model"])
-    if cell.run.smoke:
-        dtype = "bfloat16" if dtype == "bfloat16" else "float32"
     task = cell.identity["task"]
     batch = int(task["batch"] if task["name"] == "latency" else cell.run.batch)
     chunk = cell.run.prefill_chunk
@@ -202,7 +198,7 @@ def memory_of(cell: Cell, longest: tuple[int, int]) -> Memory | None:
     return bound(config, cell.method, prompt_tokens=prompt, new_tokens=new, **how)
 
 
-def misfit(cell: Cell, longest: tuple[int, int], need: Memory | None) -> tuple[bool, str]:
+def misfit(cell: Cell, longest: tuple[int, int], need: Memory) -> tuple[bool, str]:
     """(whether the cell surely fails, why in one line with what would fit); (False, "") where it fits.
 
     A cell is sure to fail only where its weights and what its cache really holds exceed the memory. Where just the upper bound
@@ -210,7 +206,7 @@ def misfit(cell: Cell, longest: tuple[int, int], need: Memory | None) -> tuple[b
     """
     device = device_of(cell)
     there = free(device)
-    if need is None or there is None or need.on(device) <= there:
+    if there is None or need.on(device) <= there:
         return False, ""
     advice = _advice(cell, longest, device, there)
     if need.least <= there:

@@ -40,7 +40,7 @@ class CellPlan:
     documents: Documents
     samples: int
     done: int  # samples on disk
-    memory: Memory | None  # None: the model's configuration is not at hand
+    memory: Memory | None  # None: the model's configuration is not at hand, or a smoke run
     seconds: float | None  # of one sample, by those that this machine computed
 
     @property
@@ -72,7 +72,7 @@ class Plan:
         """(cell name -> why it cannot fit the memory, one warning for all that may not)."""
         refused, doubtful = {}, []
         for one in self.cells:
-            if one.missing or one.documents.note:
+            if one.memory is not None and (one.missing or one.documents.note):
                 sure, why = bound.misfit(one.cell, one.documents.longest, one.memory)
                 if sure:
                     refused[one.cell.name] = why
@@ -99,7 +99,8 @@ def make(plan: RunPlan, session: Session) -> Plan:
                 documents[key] = _documents(cell, session)
             known = documents[key]
             samples = sum(known.counts.values()) * cell.decode.samples
-            memory = bound.memory_of(cell, known.longest)
+            # a smoke run's small model fits everywhere
+            memory = None if cell.run.smoke else bound.memory_of(cell, known.longest)
             found.append(CellPlan(cell, known, samples, len(_done(cell)), memory, prices.get(cell.name)))
     return Plan(found, len(plan.cells) - len(found))
 
@@ -231,7 +232,7 @@ def text(plan: Plan) -> str:
         *(f"samples: unknown; {note}" for note in plan.unknown),
         *([f"samples: {plan.samples:,}{_each(plan)}, {done:,} done, {plan.missing:,} to run"] if plan.samples else []),
     ]
-    for device in dict.fromkeys(bound.device_of(one.cell) for one in plan.cells):
+    for device in dict.fromkeys(bound.device_of(one.cell) for one in plan.cells if not one.cell.run.smoke):
         there = bound.free(device)
         has = f"{words(there)} free" if there is not None else "size unknown"
         lines.append(f"memory per cell at its longest prompt, at most; {device}: {has}")

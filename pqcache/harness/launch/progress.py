@@ -58,7 +58,7 @@ class Total(Watch):
             # of a cell's samples: their seconds, if those of all cells are known
             known = all(one.seconds is not None for one in found.cells if one.missing)
             weight = {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in found.cells}
-            if isinstance(plan.launch, LocalLaunch):  # workers may be on other machines
+            if isinstance(plan.cells[0].launch, LocalLaunch):  # workers may be on other machines
                 session.misfits, warning = found.misfits()
                 lines += [warning] if warning else []
         except Exception as error:  # what is wrong, the run itself will say
@@ -74,7 +74,7 @@ class Total(Watch):
         missing = sum(self._left.values())
         if missing and self.stream.isatty():
             # below that of a cell, if one runs here; what is printed meanwhile stands above both
-            position = int(isinstance(plan.launch, LocalLaunch))
+            position = int(isinstance(plan.cells[0].launch, LocalLaunch))
             self._bar = tqdm(total=missing, file=self.stream, leave=False, position=position, bar_format=BAR)
             self._stack.callback(self._bar.close)
             if sys.stdout.isatty():

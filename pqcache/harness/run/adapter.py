@@ -294,7 +294,8 @@ class HarnessLM(LM):
 
     def stopper(self, prepared: Prepared) -> Callable[[list[int]], bool]:
         """Whether a stop string of the request has just been completed. Is called with every token: see Within."""
-        return self.within.watched(answers.stopper(self.loaded.tokenizer, prepared.until, thinking=self.thinks))
+        stop = answers.stopper(self.loaded.tokenizer, prepared.until, thinking=self.thinks) if prepared.until else None
+        return self.within.watched(stop)
 
     def sample_of(
         self, prepared: Prepared, doc: dict, result: GenerationResult, stop_ids: Collection[int], said: Any = None

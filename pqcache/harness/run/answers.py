@@ -51,13 +51,11 @@ def cut(text: str, until: list[str], *, thinking: bool = False) -> str:
     return thoughts + end + (answer[: min(ends)] if ends else answer)
 
 
-def stopper(tokenizer: Any, until: list[str], *, thinking: bool = False) -> Callable[[list[int]], bool] | None:
+def stopper(tokenizer: Any, until: list[str], *, thinking: bool = False) -> Callable[[list[int]], bool]:
     """Whether a stop string has just been completed; called with all tokens of one answer as it grows.
 
     Looks at the last tokens only, so a step stays cheap.
     """
-    if not until:
-        return None
     # A token has at least one byte; a character that the tail cuts has at most four.
     tail = max(len(s.encode()) for s in (*until, *([END] if thinking else []))) + 4
     thought = thinking

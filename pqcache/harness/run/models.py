@@ -46,9 +46,6 @@ class LoadedModel:
     thinking: bool | None = None  # model.thinking
     file: dict[str, str] | None = None  # of a GGUF checkpoint: see gguf.facts
 
-    def __post_init__(self) -> None:
-        self.old_weights = self.old_weights or self.weights
-
     @property
     def device(self) -> str:
         """Where prompts go and logits come from."""

@@ -149,7 +149,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         data={**spec.data, **({"unscored": len(spec.unscored)} if spec.unscored else {})},
         n_skipped=sum(map(len, skipped.values())),
         answer_scores=each if cell.decode.temperature else None,
-        sample_metrics=_sample_metrics(answers, spec.paired),
+        sample_metrics=_sample_metrics(answers, spec.paired) if spec.paired else None,
         model_file=lm.loaded.file,
     )
     path = cell.folder / "row.json"

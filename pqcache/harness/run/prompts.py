@@ -29,7 +29,7 @@ from lm_eval.api.instance import Instance
 from pqcache.harness.config.options import DecodeOptions, RunOptions
 from pqcache.harness.run.models import MARKERS, LoadedModel, opening_tokens, question_start
 from pqcache.harness.run.samples import PROMPT_END, fingerprint
-from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS, middle
+from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS
 from pqcache.selective import Sampling
 from pqcache.selective.fidelity import Reference
 from pqcache.selective.support import sliding_window
@@ -126,14 +126,12 @@ class Prompts:
             self._group, self._ids, self._last, self._room = group, {}, None, KEPT_TOKENS
         return self
 
-    def facts(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> PromptFacts:
-        """The facts of a prompt, by `read` if it is new."""
-        if key not in self._facts:
-            self.ids(key, read)
-        return self._facts[key]
-
-    def ids(self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]]) -> list[int]:
-        """The token ids of a prompt, by `read` if they are not at hand."""
+    def get(
+        self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]], *, tokens: bool
+    ) -> tuple[PromptFacts, list[int]]:
+        """The facts of a prompt and, with `tokens`, its token ids; by `read` where they are not at hand."""
+        if not tokens and key in self._facts:
+            return self._facts[key], []
         if self._last is None or self._last[0] != key:
             if key in self._ids:
                 self._last = key, list(self._ids[key])
@@ -143,7 +141,7 @@ class Prompts:
                 if len(ids) <= self._room:
                     self._ids[key] = array("i", ids)
                     self._room -= len(ids)
-        return self._last[1]
+        return self._facts[key], self._last[1] if tokens else []
 
 
 class Reader:
@@ -198,7 +196,9 @@ class Reader:
         def made() -> tuple[PromptFacts, list[int]]:
             text, wrapper, cut = self._wrapped(task, prompt, before, settings)
             text += begin
-            ids = middle(loaded.encode(text), PROMPT_TOKENS if self.smoke else None)
+            ids = loaded.encode(text)
+            if self.smoke and len(ids) > PROMPT_TOKENS:
+                ids = ids[: PROMPT_TOKENS // 2] + ids[-(PROMPT_TOKENS // 2) :]
             markers, own = settings.get("question_markers", MARKERS), rules
             question = self._question(text, markers)
             # Samples made before data sets had their own markers were split by the general rule.
@@ -208,9 +208,8 @@ class Reader:
             facts = self._facts(ids, own, question, wrapper, cut, sha256, text[-PROMPT_END:])
             return replace(facts, turns=[loaded.turn(text) for text in rules.get("turns", ())]), ids
 
-        known = self.known.facts(key, made)
+        known, ids = self.known.get(key, made, tokens=tokens)
         self._check(task, doc_id, known.tokens, new_tokens + sum(len(turn) + new_tokens for turn in known.turns))
-        ids = self.known.ids(key, made) if tokens else []
         prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, known.mark, known.old_mark)
         prepared = replace(prepared, beside_full=beside_full)
         return self.numbered(prepared, draw)
@@ -235,7 +234,7 @@ class Reader:
     ) -> PromptFacts:
         """rules: of the fingerprint. sha256, end: of the text."""
         marks = [fingerprint(ids, {**rules, "weights": weights})
-                 for weights in (self.loaded.weights, self.loaded.old_weights)]  # fmt: skip
+                 for weights in (self.loaded.weights, self.loaded.old_weights or self.loaded.weights)]  # fmt: skip
         bos = self.loaded.tokenizer.bos_token_id
         count = None if bos is None else ids.count(bos)
         return PromptFacts(len(ids), question, marks[0], marks[1], wrapper, cut, count, sha256, end)

@@ -21,6 +21,7 @@ from pqcache.harness.run.samples import DIFFERS, Sample
 DROPPED_STEPS = 2
 # with Full
 PAIR = "full_score paired_difference paired_interval paired_p paired_samples paired_with paired_reason".split()
+DRAWN = ("answer_scores", "pass_at", "pass_at_interval")  # of drawn answers
 STEP_MEANS = ("context_tokens", "allowed_tokens")  # means over decode steps, to be compared with attended_tokens
 
 
@@ -49,7 +50,8 @@ def build_row(
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
-    steps, packages = [len(s["step_s"]) for s in samples], _keys(s["versions"] for s in samples)
+    steps = [len(s["step_s"]) for s in samples]
+    packages = dict.fromkeys(name for s in samples for name in s["versions"])
     for key in STEP_MEANS:
         if (value := known_mean([s["extra"].get(key) for s in samples], steps)) is not None:
             extra[key] = value
@@ -80,7 +82,8 @@ def build_row(
         "smoke": cell.identity["smoke"],
         **_quality(scores, metrics or {}, published.cell_score(cell), failed, sample_metrics or {}),
         "sample_metrics": sample_metrics,
-        **_drawn(answer_scores, whole=not any(failed.values())),
+        **dict.fromkeys(DRAWN),
+        **(_drawn(answer_scores, whole=not any(failed.values())) if answer_scores is not None else {}),
         **_budget_and_tokens(cell, samples, steps),
         "resident_bytes": _by_key([s["resident_bytes"] for s in samples], known_mean),
         "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
@@ -135,15 +138,13 @@ def _quality(
     }
 
 
-def _drawn(answers: Answers | None, *, whole: bool) -> dict[str, Any]:
+def _drawn(answers: Answers, *, whole: bool) -> dict[str, Any]:
     """pass@k for k = 1, 2, 4, ... and all answers. whole: no sample failed; else there is no mean, as there is no score."""
-    if answers is None:
-        return {"answer_scores": None, "pass_at": None, "pass_at_interval": None}
     stored = {task: {key: list(scores) for key, scores in samples.items()} for task, samples in answers.items()}
     most = min((len(scores) for samples in stored.values() for scores in samples.values()), default=0)
     every = (score for samples in stored.values() for scores in samples.values() for score in scores)
     if not whole or not most or not all(score in (0, 100) for score in every):  # each is right or wrong
-        return {"answer_scores": stored, "pass_at": None, "pass_at_interval": None}
+        return {"answer_scores": stored}
     ks = sorted({most, *(2**i for i in range(most.bit_length()))})
     chances = {str(k): score_statistics.pass_at(stored, k) for k in ks}
     intervals = {
@@ -213,13 +214,10 @@ def _joined(values: Iterable[str | None]) -> str | None:
     return " / ".join(dict.fromkeys(v for v in values if v is not None)) or None
 
 
-def _keys(objects: Iterable[Mapping[str, Any]]) -> list[str]:
-    return list(dict.fromkeys(key for o in objects for key in o))
-
-
 def _by_key(objects: list[dict[str, float]], combine: Callable[[list[float]], float | None]) -> dict[str, float]:
     """Each key's values, combined over samples; a sample without the key counts as 0 bytes."""
-    combined = {key: combine([o.get(key, 0) for o in objects]) for key in _keys(objects)}
+    keys = dict.fromkeys(key for o in objects for key in o)
+    combined = {key: combine([o.get(key, 0) for o in objects]) for key in keys}
     return {key: value for key, value in combined.items() if value is not None}
 
 
@@ -229,7 +227,7 @@ def _merged(objects: list[dict[str, Any]]) -> dict[str, Any]:
     A median, because the first sample's seconds may include the compilation of kernels.
     """
     merged: dict[str, Any] = {}
-    for key in _keys(objects):
+    for key in dict.fromkeys(key for o in objects for key in o):
         values = [o[key] for o in objects if key in o]
         if all(isinstance(v, int | float) and not isinstance(v, bool) for v in values):
             merged[key] = median(values) if key.endswith("_s") else sum(values) / len(values)

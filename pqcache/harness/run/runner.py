@@ -18,7 +18,7 @@ from pathlib import Path
 
 from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
-from pqcache.harness.config.options import LocalLaunch, RayLaunch
+from pqcache.harness.config.options import Launch, LocalLaunch, RayLaunch
 from pqcache.harness.report import papers, tables, trade_off
 from pqcache.harness.report.rows import Row, match_full, pair_with_full, read_row, write_row
 from pqcache.harness.report.table import MISSING, printable
@@ -52,12 +52,12 @@ class Interrupted(Exception):
 
 def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code. watch: is told what happens."""
-    out = Path(plan.cells[0].run.out).expanduser()
-    mode = plan.cells[0].run.wandb
+    first = plan.cells[0]
+    out, mode = Path(first.run.out).expanduser(), first.run.wandb
     if mode == "sync":
         return tracking.sync(plan)
     try:
-        outcomes = run_cells(plan, Session(watch, weights=isinstance(plan.launch, LocalLaunch)))
+        outcomes = run_cells(plan, Session(watch, weights=isinstance(first.launch, LocalLaunch)))
     except (Interrupted, KeyboardInterrupt) as interrupted:
         where = f" in {interrupted}" if isinstance(interrupted, Interrupted) else ""
         print(f"\ninterrupted{where}; the same command goes on where it stopped", file=sys.stderr)
@@ -72,17 +72,18 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
 
 def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
-    out = Path(plan.cells[0].run.out).expanduser()
+    first = plan.cells[0]
+    out = Path(first.run.out).expanduser()
     precheck.check_out(out)
     environment.quiet()
     precheck.check_models(plan, session)
-    environment.keep_files_under(out, Path(plan.cells[0].run.cache_dir).expanduser())
+    environment.keep_files_under(out, Path(first.run.cache_dir).expanduser())
     precheck.check_data(plan)
     precheck.check_prompts(plan, session)
     if any(cell.run.fresh for cell in plan.cells):
         set_aside(plan)
     run = _Run(plan, session)
-    engine = None if isinstance(plan.launch, LocalLaunch) else engine_for(plan)
+    engine = None if isinstance(first.launch, LocalLaunch) else engine_for(first.launch)
     session.watch.begin(plan, session)
     try:
         if engine is None:
@@ -95,15 +96,15 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     return run.outcomes
 
 
-def engine_for(plan: RunPlan) -> Engine:
+def engine_for(launch: Launch) -> Engine:
     """The engine that `launch` names. Raises Refused if its package is not installed or its cluster cannot be reached."""
-    if isinstance(plan.launch, RayLaunch):
+    if isinstance(launch, RayLaunch):
         from pqcache.harness.run.engines.ray_engine import RayEngine
 
-        return RayEngine(plan.launch)
+        return RayEngine(launch)
     from pqcache.harness.run.engines.slurm_engine import SlurmEngine
 
-    return SlurmEngine(plan.launch)  # type: ignore[arg-type]
+    return SlurmEngine(launch)  # type: ignore[arg-type]
 
 
 @dataclass
@@ -177,7 +178,7 @@ class _Run:
                         engine.run(job, phase, self._report, alone=timed)
             except KeyboardInterrupt:
                 self._interrupted([member for member in members if member.cell.name not in self.outcomes])
-                raise Interrupted(f"{len(self.plan.cells)} cells on {self.plan.launch.name}") from None
+                raise Interrupted(f"{len(self.plan.cells)} cells on {self.plan.cells[0].launch.name}") from None
             for member in members:
                 if member.cell.name not in self.outcomes:
                     member.log.reload()

@@ -80,11 +80,3 @@ def text_side(name: str, options: dict[str, Any]) -> models.LoadedModel:
     chat = True if options["chat"] is None else options["chat"]
     longest = models.longest(model_config(name, options), {**options, "max_length": None})
     return models.LoadedModel(name, nothing, tokenizer(), chat, options["system"], longest, f"smoke {name}")
-
-
-def middle(ids: list[int], max_tokens: int | None) -> list[int]:
-    """The tokens, or the first and last half of `max_tokens` if there are more."""
-    if max_tokens is None or len(ids) <= max_tokens:
-        return ids
-    half = max_tokens // 2
-    return ids[:half] + ids[len(ids) - (max_tokens - half) :]
