@@ -54,9 +54,8 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
     chunks = Chunks(cell.run.prefill_chunk, batch)
     settings = {"device": facts["device"], "attn": cell.run.attn, "new_tokens": task["new_tokens"], "length": length}
     settings |= {"batch": batch} if batch > 1 else {}
-    start = ids[0, :64].tolist()
     weights = loaded.weights, loaded.old_weights or loaded.weights
-    marks = [fingerprint(start, {**settings, "model": mark}) for mark in weights]
+    marks = [fingerprint(ids[0, :64].tolist(), {**settings, "model": mark}) for mark in weights]
     chunk, warm = chunks.of(model, length), False
     # the prompts of a batch are shifted by a token from row to row: no two are alike
     prompts = torch.cat([ids.roll(-row, 1) for row in range(batch)]).to(device)

@@ -124,8 +124,6 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
                 evaluated = evaluate(lm, tasks, limit=cell.run.limit, bootstrap_iters=0)
             assert evaluated is not None
             evaluations.append(evaluated)
-    protocol = lm.protocol
-    session.show_prompt(protocol["first_prompt"])
     if spec.unscored:
         said = f"count as wrong: {len(spec.unscored)} (the first: {spec.unscored[0]})"
         print(f"{cell.label}: answers that could not be scored and {said}", file=sys.stderr)
@@ -142,7 +140,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         cell,
         scores,
         samples,
-        prompt_protocol=protocol,
+        prompt_protocol=lm.protocol,
         kv_dtype=lm.loaded.dtype,
         metrics=_mean_metrics(evaluations),
         diagnostics=lm.recorder.row([s for s in samples if "failed" not in s]) if lm.recorder is not None else None,
@@ -152,6 +150,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         sample_metrics=_sample_metrics(answers, spec.paired) if spec.paired else None,
         model_file=lm.loaded.file,
     )
+    session.show_prompt(row["prompt_protocol"]["first_prompt"])
     path = cell.folder / "row.json"
     full = [other for other in full_rows(path.parent.parent) if other["folder"] != cell.name]
     row = pair_with_full(row, *match_full(row, [*full, row]))

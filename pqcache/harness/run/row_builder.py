@@ -50,8 +50,7 @@ def build_row(
     question_tokens = known_mean(s["question_tokens"] for s in samples)
     question = {"question_as_decode": cell.identity["question_as_decode"], "question_tokens": question_tokens}
     extra = _merged([s["extra"] for s in samples])
-    steps = [len(s["step_s"]) for s in samples]
-    packages = dict.fromkeys(name for s in samples for name in s["versions"])
+    steps, packages = [len(s["step_s"]) for s in samples], dict.fromkeys(n for s in samples for n in s["versions"])
     for key in STEP_MEANS:
         if (value := known_mean([s["extra"].get(key) for s in samples], steps)) is not None:
             extra[key] = value
@@ -82,8 +81,7 @@ def build_row(
         "smoke": cell.identity["smoke"],
         **_quality(scores, metrics or {}, published.cell_score(cell), failed, sample_metrics or {}),
         "sample_metrics": sample_metrics,
-        **dict.fromkeys(DRAWN),
-        **(_drawn(answer_scores, whole=not any(failed.values())) if answer_scores is not None else {}),
+        **(dict.fromkeys(DRAWN) if answer_scores is None else _drawn(answer_scores, whole=not any(failed.values()))),
         **_budget_and_tokens(cell, samples, steps),
         "resident_bytes": _by_key([s["resident_bytes"] for s in samples], known_mean),
         "peak_bytes": _by_key([s["peak_bytes"] for s in samples], max),
@@ -144,7 +142,7 @@ def _drawn(answers: Answers, *, whole: bool) -> dict[str, Any]:
     most = min((len(scores) for samples in stored.values() for scores in samples.values()), default=0)
     every = (score for samples in stored.values() for scores in samples.values() for score in scores)
     if not whole or not most or not all(score in (0, 100) for score in every):  # each is right or wrong
-        return {"answer_scores": stored}
+        return {**dict.fromkeys(DRAWN), "answer_scores": stored}
     ks = sorted({most, *(2**i for i in range(most.bit_length()))})
     chances = {str(k): score_statistics.pass_at(stored, k) for k in ks}
     intervals = {
