@@ -132,7 +132,7 @@ def make_plan(request: Request) -> RunPlan:
             found.add(_add(cells, checked, composed, request.experiment), composed)
     out = Path(next(iter(cells.values())).run.out).expanduser() if cells else Path()
     if not (lines := [*errors, *found.text()]):
-        found_older = older(out, [cell.about for cell in cells.values()])
+        found_older = older(out, [cell.about for cell in cells.values()]) if out.is_dir() else {}
         for cell in cells.values():
             if cell.folder.exists():
                 lines += filter(None, [foreign(cell.folder, cell.about)])
@@ -202,7 +202,7 @@ def _add(cells: dict[str, Cell], checked: Checked, composed: Composed, experimen
 def older(out: Path, wanted: Iterable[Identity]) -> dict[str, Path]:
     """Cell name -> the folder in which an older version of this project stored the same configuration, under another digest."""
     cells = {about.name: about for about in wanted}
-    names = sorted(path.name for path in out.iterdir() if path.is_dir()) if out.is_dir() else []
+    names = sorted(path.name for path in out.iterdir() if path.is_dir())
     found: dict[str, Path] = {}
     for name in names:
         if name not in cells and (of := [a for a in cells.values() if name.startswith(f"{a.prefix}__")]):

@@ -39,13 +39,9 @@ class CellPlan:
     cell: Cell
     documents: Documents
     samples: int
-    done: int  # samples on disk
+    missing: int  # of them, not on disk
     memory: Memory | None  # None: the model's configuration is not at hand, or a smoke run
     seconds: float | None  # of one sample, by those that this machine computed
-
-    @property
-    def missing(self) -> int:
-        return max(0, self.samples - self.done)
 
 
 @dataclass
@@ -101,7 +97,8 @@ def make(plan: RunPlan, session: Session) -> Plan:
             samples = sum(known.counts.values()) * cell.decode.samples
             # a smoke run's small model fits everywhere
             memory = None if cell.run.smoke else bound.memory_of(cell, known.longest)
-            found.append(CellPlan(cell, known, samples, len(_done(cell)), memory, prices.get(cell.name)))
+            missing = max(0, samples - len(_done(cell)))
+            found.append(CellPlan(cell, known, samples, missing, memory, prices.get(cell.name)))
     return Plan(found, len(plan.cells) - len(found))
 
 

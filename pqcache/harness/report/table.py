@@ -36,10 +36,12 @@ def signed(value: float | None, digits: int = 1) -> str:
     return MISSING if value is None else f"{round(value, digits) + 0.0:+.{digits}f}"
 
 
-def spread(value: float | None, interval: Sequence[float] | None, show: Callable[..., str] = number) -> str:
-    """A value's interval, [low, high]; n/a where it has none (one sample of a sub-task), empty without a value."""
+def spread(
+    value: float | None, interval: Sequence[float] | None, show: Callable[..., str] = number, missing: str = MISSING
+) -> str:
+    """A value's interval, [low, high]; `missing` where it has none (one sample of a sub-task), empty without a value."""
     if interval is None:
-        return "" if value is None else MISSING
+        return "" if value is None else missing
     return f"[{show(interval[0])}, {show(interval[1])}]"
 
 

@@ -4,7 +4,6 @@ import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
@@ -23,6 +22,7 @@ QUALITY, COST = (
 COLUMNS = (*QUALITY, *COST)
 OF_METRICS = {"KL to Full": "kl", "fall": "fall"}  # of fidelity, of turns
 TIERS = {"device MiB": "device", "host MiB": "host"}
+ALONE = "(no interval: one sample)"  # in place of an interval in a sentence
 
 
 def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, str], width: int | None = None) -> str:
@@ -246,12 +246,12 @@ def pooled_table(rows: Iterable[Row]) -> str:
 def row_text(row: Row, path: Path | None) -> str:
     """A row in a few lines; the last one is the path of its row.json."""
     extra, batch = row["extra"], row["extra"].get("batch", 1)
-    spans = row["pass_at_interval"] or {}
-    passed = [f"pass@{k} {number(v)} {_spread(v, spans.get(k))}" for k, v in (row["pass_at"] or {}).items()]
+    drawn, spans = row["pass_at"] or {}, row["pass_at_interval"] or {}
+    passed = [f"pass@{k} {number(v)} {spread(v, spans.get(k), number, ALONE)}" for k, v in drawn.items()]
     commits = (row["git_commit"] or MISSING).split(" / ")
     commit = " / ".join(commit[:12] + ("-dirty" if "-dirty" in commit else "") for commit in commits)
     remark, latency, measured = budget_remark(row), row["task"] == "latency", row["diagnostics"]
-    score = f"{number(row['score'])} {_spread(row['score'], row['score_interval'])}{_to_full(row)}"
+    score = f"{number(row['score'])} {spread(row['score'], row['score_interval'], number, ALONE)}{_to_full(row)}"
     resident, moved, time = _resident(row), _tiers(row["bytes_per_step"]) or "nothing moved", _times(row)
     if batch > 1 and latency:
         time += f"; batch {batch:.0f}, {number(extra['tokens_per_s'])} tokens/s"
@@ -297,18 +297,12 @@ def row_text(row: Row, path: Path | None) -> str:
     return "\n".join([title, *(f"  {name:<9} {text}" for name, text in lines.items() if text)])
 
 
-def _spread(value: float | None, interval: list[float] | None, show: Any = number) -> str:
-    """An interval in a sentence: one that is missing is said so."""
-    text = spread(value, interval, show)
-    return "(no interval: one sample)" if text == MISSING else text
-
-
 def _to_full(row: Row) -> str:
     if row["method"] == "full":
         return ""  # it is what others are compared with
     if row["paired_difference"] is None:
         return f"   {row['paired_reason'] or NO_FULL}"
-    interval = _spread(row["paired_difference"], row["paired_interval"], signed)
+    interval = spread(row["paired_difference"], row["paired_interval"], signed, ALONE)
     difference = f"{signed(row['paired_difference'])} {interval}{of_samples(row)}"
     return f"   to Full {difference}, Full {number(row['full_score'])}"
 
@@ -366,7 +360,7 @@ def _times(row: Row) -> str:
 
 def summary_line(row: Row) -> str:
     """A row in half a line, while a sweep goes on."""
-    score = f"score {number(row['score'])} {_spread(row['score'], row['score_interval'])}".rstrip()
+    score = f"score {number(row['score'])} {spread(row['score'], row['score_interval'], number, ALONE)}".rstrip()
     score += f", TT2T {row['tt2t_s']:.3f} s" if row["tt2t_s"] is not None else ""
     score += f", TPOT {row['tpot_p50_ms']:.2f} ms" if row["tpot_p50_ms"] is not None else ""
     return f"{score}, {samples_text([row])}{skipped_text(row)}"
@@ -389,7 +383,7 @@ def summary(rows: Iterable[Row], method: str) -> list[str]:
             of = "its" if parts else "Full's"
             parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
         if row["paired_difference"] is not None:
-            interval = _spread(row["paired_difference"], row["paired_interval"], signed)
+            interval = spread(row["paired_difference"], row["paired_interval"], signed, ALONE)
             parts.append(f"{signed(row['paired_difference'])} points {interval}")
         smoke = "SMOKE RUN, no result: " if row["smoke"] else ""
         name = f"{method_class(method).__name__} at {budget_text(row)}"

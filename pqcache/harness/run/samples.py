@@ -187,7 +187,8 @@ class SampleLog(ExitStack):
     def append(self, sample: Sample) -> None:
         """Record a finished sample; it is on disk when this returns."""
         if self._file is None:
-            self._file = self._open()
+            flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT
+            self._file = open_regular(self.path, flags=flags) if self.owned else self._new_file()
             self.callback(self._close)
         if self.cell:
             sample["cell"] = self.cell
@@ -201,9 +202,8 @@ class SampleLog(ExitStack):
         if self.on_sample is not None:
             self.on_sample(sample)
 
-    def _open(self) -> IO[bytes]:
-        if self.owned:
-            return open_regular(self.path, flags=os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    def _new_file(self) -> IO[bytes]:
+        """A worker's next file."""
         stem = self.path.stem.rpartition("-")[0]
         for number in itertools.count():  # earlier attempts at the same unit have left files
             self.path = self.path.with_name(f"{stem}-{number}.jsonl")

@@ -47,7 +47,7 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
     (folder / "samples.jsonl").write_text(sample(0) + sample(1) + '{"task"')  # the last one was cut off
     (folder / "samples-a-1.jsonl").write_text(sample(4) + sample(9))  # 9: beyond the limit
     found = plan.make(sweep, Session())
-    assert [one.done for one in found.cells] == [3, 0]
+    assert [one.missing for one in found.cells] == [4, 7]
     assert plan.time_words(found) == "unknown: cells without a sample of this machine: 1"
     assert plan.short(found)[0].startswith("plan: 2 cells, 14 samples, 3 done; memory at most ")
     assert "samples: 14, 3 done, 11 to run" in plan.text(found)
@@ -56,7 +56,7 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
     (folder / "samples.jsonl").write_text("".join(sample(n, device="another machine") for n in range(7)))
     (folder / "samples-a-1.jsonl").unlink()
     found = plan.make(sweep, Session())
-    assert found.cells[0].done == 7 and plan.time_words(found) == "unknown"
+    assert found.cells[0].missing == 0 and plan.time_words(found) == "unknown"
 
 
 def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: Patch) -> None:
