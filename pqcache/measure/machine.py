@@ -25,10 +25,11 @@ def device_caption(device: str | torch.device) -> str:
     if device.type == "mps":
         return f"Apple GPU ({platform.machine()})"
     without = "" if kernels.usable() else ", without numba's kernels"  # plain torch is slower
-    cpu = platform.processor() or platform.machine()
-    with contextlib.suppress(OSError, StopIteration):  # the processor's model name, where the system gives it
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = " ".join(next(line for line in lines if line.startswith("model name")).partition(":")[2].split())
+    cpu = ""
+    with contextlib.suppress(OSError):
+        names = re.findall(r"^model name[^:]*:(.*)", Path("/proc/cpuinfo").read_text(), re.MULTILINE)
+        cpu = " ".join(names[0].split()) if names else ""
+    cpu = cpu or platform.processor() or platform.machine()  # else the architecture
     return f"{cpu}, {torch.get_num_threads()} of {os.cpu_count()} CPU threads{without}"
 
 
