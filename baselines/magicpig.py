@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from typing import Annotated, ClassVar
 
 import torch
+import torch.nn.functional as F
 
 from pqcache import kernels
 from pqcache.fields import MOST, Positive
@@ -87,34 +88,26 @@ class HashIndex(Index):
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         n, h, _, d = q.shape
         query = self._codes(q.to(self.mean.dtype).view(n, h_kv, -1, d))  # (n, h_kv, g, L)
-        lo, hi = cand.sinks, max(cand.ends)
-        if kernels.native(query, self.codes.data):
-            equal = [kernels.codes.equal_codes(query, self.codes.data, lo, hi)]
-        else:
-            tiles = self.codes.data[:, :, None, lo:hi].split(TILE, 3)
-            equal = [(query[:, :, :, None] == tile).sum(-1, dtype=torch.int16) for tile in tiles]
+        lo, codes = cand.sinks, self.codes.data
         # a row whose budget is enough for all attends to all, as it would alone
-        whole = table([k == end - lo for k, end in zip(cand.k, cand.ends, strict=True)], q.device)[:, None, None]
-        sampled = (torch.cat(equal, -1) >= 2).flatten(1, 2) | whole  # (n, h, m)
-        if (valid := cand.valid(q.device)) is not None:
-            sampled &= valid
-        position, length = torch.arange(lo, hi, device=q.device), table(cand.lengths, q.device)[:, None]
-        count, room = sampled.sum(-1, keepdim=True), table(cand.k, q.device)[:, None, None]
-        share = (room / count.clamp_min(1)).clamp_max(1)
-        # elsewhere the longest head's number is known to the device alone
-        widest = max(1, int(torch.minimum(count, room).max())) if q.device.type == "cpu" else None
-        if widest is not None and bool((count <= room).all()):
-            place = sampled.nonzero()  # (samples, 3), the last one of a head comes first
-            rank = count.flatten().cumsum(0)[place[:, 0] * h + place[:, 1]] - 1 - torch.arange(len(place))
-            slots = count.new_full((n, h, widest), -1)
-            slots[place[:, 0], place[:, 1], rank] = place[:, 2]
+        least = [0 if k == end - lo else 2 for k, end in zip(cand.k, cand.ends, strict=True)]
+        if native := kernels.native(query, codes):
+            indices = kernels.codes.often_equal(query, codes, lo, cand.ends, least)
         else:
-            luck = (position.double() * GOLDEN + length.double() * SILVER) % 1  # of whom the budget has room for
-            order = torch.where(sampled, luck[:, None].float() + 1, 0.0)
-            slots = top_tokens(order if valid is None else order.masked_fill(~valid, -torch.inf), cand.k)
-            slots = torch.where((slots >= 0) & sampled.gather(2, slots.clamp_min(0)), slots, -1)
-            slots = slots if widest is None else slots.sort(-1, descending=True).values[..., :widest]
-        indices = torch.where(slots >= 0, slots + lo, -1)
+            tiles = codes[:, :, None, lo : max(cand.ends)].split(TILE, 3)
+            equal = torch.cat([(query[:, :, :, None] == tile).sum(-1, dtype=torch.int16) for tile in tiles], -1)
+            sampled = equal.flatten(1, 2) >= table(least, q.device)[:, None, None]  # (n, h, m)
+            if (valid := cand.valid(q.device)) is not None:
+                sampled &= valid
+            indices = torch.where(sampled, torch.arange(lo, max(cand.ends), device=q.device), -1)
+        count, rows = (indices >= 0).sum(-1, keepdim=True), (cand.lengths, cand.k, [x == 0 for x in least])
+        length, room, whole = (table(x, q.device)[:, None, None] for x in rows)
+        if not native or bool((count > room).any()):  # elsewhere the counts are known to the device alone
+            luck = (indices.double() * GOLDEN + length.double() * SILVER) % 1  # of whom the budget has room for
+            order = torch.where(indices >= 0, luck.float() + 1, 0.0)
+            slots = top_tokens(order, [min(k, indices.shape[2]) for k in cand.k])
+            indices = torch.where(slots < 0, -1, indices.gather(2, slots.clamp_min(0)))
+        share = (room / count.clamp_min(1)).clamp_max(1)
         probability = sampled_probability(self._cosine(q, indices), self.method.bits, self.method.tables) + FLOOR
         weight = -(probability * share).log().masked_fill(whole, 0.0)
         return Selection(indices, padded=True, log_weight=weight.masked_fill(indices < 0, 0.0))
@@ -125,8 +118,17 @@ class HashIndex(Index):
 
     def _cosine(self, q: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
         """Between q (n, h, 1, d) and the keys at indices (n, h, m), their mean taken away: (n, h, m)."""
-        keys = self.layer.store.keys_at(indices, self.layer.shape.group) - per_head(self.mean, q.shape[1])
-        return torch.cosine_similarity(q.to(keys.dtype), keys, dim=-1)
+        store, mean, g = self.layer.store, self.mean, self.layer.shape.group
+        if not store.whole or q.device.type != "cpu":
+            keys = store.keys_at(indices, g) - per_head(mean, q.shape[1])
+            return torch.cosine_similarity(q.to(keys.dtype), keys, dim=-1)
+        out = []  # head by head: small results need no new memory
+        queries, chosen = (x.flatten(0, 1).split(g) for x in (q.to(mean.dtype), indices.clamp_min(0)))
+        for query, at, k, mid in zip(queries, chosen, store.keys(0, store.length).flatten(0, 1), mean.flatten(0, 1)):
+            keys = F.embedding(at, k).to(mean.dtype) - mid  # (g, m, d)
+            sizes = keys.norm(dim=-1) * query.norm(dim=-1)
+            out.append((keys @ query.mT)[..., 0] / sizes.clamp_min(1e-8))
+        return torch.cat(out).view(indices.shape)
 
 
 @dataclass(kw_only=True)

@@ -27,6 +27,7 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 
+from pqcache.fields import Positive, Share
 from pqcache.kernels.scaling import capped
 from pqcache.selective.attention import Part, merge
 from pqcache.selective.budget import Plan, floor_share, window_plan
@@ -87,6 +88,7 @@ def moved(x: torch.Tensor, means: torch.Tensor, codes: torch.Tensor, unit: bool 
 class WaveIndex(Index):
     """Clusters of one layer, row by row. `order` lists positions cluster by cluster."""
 
+    counted = ("centroids", "values", "sizes", "order")
     layer: Any
 
     def __init__(self, method: RetroInfer) -> None:
@@ -101,8 +103,7 @@ class WaveIndex(Index):
         plans, h_kv = self.layer.plans, k.shape[1]
         self.ends = [plan.sinks for plan in plans]
         self.centroids, self.values = ([x.new_zeros((h_kv, 0, x.shape[3])) for _ in plans] for x in (k, v))
-        self.sizes = [torch.zeros((h_kv, 0), dtype=torch.int32, device=k.device) for _ in plans]
-        self.order = [torch.zeros((h_kv, 0), dtype=torch.int32, device=k.device) for _ in plans]
+        self.sizes, self.order = ([k.new_zeros((h_kv, 0), dtype=torch.int32) for _ in plans] for _ in range(2))
         for row, plan in enumerate(plans):
             at = slice(plan.sinks, max(plan.sinks, plan.s - plan.local))
             self.add(row, k[row, :, at].detach(), v[row, :, at].detach(), plan.s)
@@ -180,11 +181,8 @@ class WaveIndex(Index):
         return torch.where(slot < held, chosen, -1), rest
 
     def map_rows(self, index: torch.Tensor) -> None:
-        for name in ("centroids", "values", "sizes", "order", "ends"):
+        for name in (*self.counted, "ends"):
             setattr(self, name, [getattr(self, name)[row] for row in index.tolist() if self.ends])
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [*self.centroids, *self.values, *self.sizes, *self.order]}
 
 
 @dataclass(kw_only=True)
@@ -198,28 +196,22 @@ class RetroInfer(RetrievalMethod):
     reduce: ClassVar[str] = "sum_softmax"  # type: ignore[misc]
 
     # tokens per cluster, in the mean
-    tokens_per_cluster: int = 16
+    tokens_per_cluster: Positive = 16
     # tokens that are clustered apart from others
-    segment: int = 8192
+    segment: Positive = 8192
     # K-Means rounds
-    rounds: int = 10
+    rounds: Positive = 10
     # share of the clusters that is estimated
-    estimation: float = 0.232
+    estimation: Share = 0.232
     # generated tokens that are clustered together
-    update: int = 1024
+    update: Positive = 1024
     # tokens of the local window; null: by recent_ratio, in the protocols paper and release 64
-    recent: int | None = None
+    recent: Positive | None = None
     # first tokens, always attended; null: 32 on top of a budget ratio, in the protocols paper and release 4
     n_sink: int | None = None  # type: ignore[assignment]
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 4), recent=(None, 64))
-
-    def validate(self) -> None:
-        super().validate()
-        for name in ("tokens_per_cluster", "segment", "rounds", "update", "recent"):
-            self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "an int >= 1")
-        self.require("estimation", 0 <= self.estimation <= 1, "a float in [0, 1]")
 
     @property
     def estimates_rest(self) -> bool:

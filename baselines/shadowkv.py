@@ -16,13 +16,16 @@ Deviations:
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 import torch
 
-from pqcache.fields import Whole
+from pqcache import kernels
+from pqcache.fields import Positive, Whole
 from pqcache.selective import rope
+from pqcache.selective.attention import Part, merge
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.group import per_head, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
@@ -37,6 +40,7 @@ from pqcache.store.host import HOST
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
 
+TILE = 256  # tokens of a head that are computed and attended at a time
 OUTLIERS = 3 / 16  # outlier chunks per chosen chunk: 24 per 1024 tokens in the paper's experiments
 
 
@@ -52,6 +56,7 @@ class ShadowStore(RetrievalStore):
     """The chunked prefix as low-rank keys and host values, its outliers and everything later exact on the device."""
 
     per_row = ("lengths", "prefix", "low", "basis", "exact", "values", "tail")
+    counted = ("turns",)
     on_host = ("values",)
     low: Buffer  # (n, 1, capacity, r): keys before their rotation, by `basis`; made by `load`
     basis: torch.Tensor  # (n, h_kv, r, d)
@@ -68,15 +73,16 @@ class ShadowStore(RetrievalStore):
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Any, known: Any = None) -> None:
         n, h_kv, _, d = k.shape
         self.lengths, self.prefix = list(lengths), [self.method.prefix(length) for length in lengths]
-        rank = min(self.method.rank, h_kv * d)
-        self.tail.append(right_align(k, self.prefix, lengths), right_align(v, self.prefix, lengths), self._tails())
+        rank, tails = min(self.method.rank, h_kv * d), [a - b for a, b in zip(lengths, self.prefix, strict=True)]
+        self.tail.append(right_align(k, self.prefix, lengths), right_align(v, self.prefix, lengths), tails)
         self.low = Buffer(n, 1, (rank,), k.dtype, k.device)
         self.values = Buffer.like(v, device=HOST, pinned=True)
         self.basis = k.new_zeros((n, h_kv, rank, d))
         for buffer in (self.low, self.values):
             buffer.reserve(max(1, *self.prefix))
-        at = torch.arange(k.shape[2], device=k.device)
-        plain = rope.unrotate(self.module, k, *rope.tables(self.rotary, k, at[None]))
+        turns = torch.stack(rope.tables(self.rotary, k, torch.arange(k.shape[2], device=k.device)[None]))
+        self.turns = self.method.turns.setdefault((self.rotary, turns.shape, turns.dtype, turns.device), turns)
+        plain = rope.unrotate(self.module, k, *self.turns)
         for row, (prefix, length) in enumerate(zip(self.prefix, lengths, strict=True)):
             keys = plain[row, :, :length].transpose(0, 1).flatten(1).double()  # (length, h_kv d)
             vectors = torch.linalg.eigh(keys.mT @ keys).eigenvectors[:, -rank:]  # in fp32 the products lose small ones
@@ -85,9 +91,6 @@ class ShadowStore(RetrievalStore):
             self.values.data[row, :, :prefix] = v[row, :, :prefix]
         self.moved("write_back", sum(self.prefix) * h_kv * d * v.element_size())
 
-    def _tails(self) -> list[int]:
-        return [length - prefix for length, prefix in zip(self.lengths, self.prefix, strict=True)]
-
     def append(self, k: torch.Tensor, v: torch.Tensor) -> None:
         self.tail.append(k, v)
         self.lengths = [length + 1 for length in self.lengths]
@@ -95,37 +98,47 @@ class ShadowStore(RetrievalStore):
     def take(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Computed keys and fetched values of prefix tokens, indices (n, 1 or h_kv, k): (n, h_kv, k, d)."""
         (n, heads, k), (h_kv, _, d) = indices.shape, self.basis.shape[1:]
-        plain = take_tokens(self.low.data, indices.flatten(1)[:, None]).view(n, heads, k, -1) @ self.basis
+        plain = take_tokens(self.low.data, indices.flatten(1)[:, None]).unflatten(2, (heads, k))[:, 0] @ self.basis
         at = indices.clamp_min(0).expand(n, h_kv, k).flatten(0, 1)
-        keys = rope.rotate(self.module, plain.view(n * h_kv, 1, k, d), *rope.tables(self.rotary, plain, at))
+        turns = self.turns[:, 0].index_select(1, at.flatten()).unflatten(1, at.shape)
+        keys = rope.rotate(self.module, plain.view(n * h_kv, 1, k, d), *turns)
         fetched = take_tokens(self.values.data, indices.to(HOST))
         self.moved("fetch", int((indices >= 0).sum()) * (h_kv // heads) * d * fetched.element_size())
         return keys.view(n, h_kv, k, d), fetched.to(plain.device)
 
     def read(self, sinks: int, indices: Any, local: int, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Outliers are read as stored where they lead `indices`; no token of the tail may be among these."""
-        assert self.tail.k is not None and self.tail.v is not None
-        ends = table(self._tails(), self.basis.device)[:, None, None]
-        newest = ends + torch.arange(-local, 0, device=ends.device)
-        parts = [[take_tokens(x.data, newest) for x in (self.tail.k, self.tail.v)]]
+        ends = table(self.tail.lengths, self.basis.device)[:, None, None]
+        parts = [list(self.tail.take(ends + torch.arange(-local, 0, device=ends.device)))]
         if indices is not None:
             lead, self.led = self.exact[0].shape[2] if indices is self.led else 0, None
-            rest = indices[:, :, lead:]
-            parts.insert(0, list(self.take(rest)) if rest.shape[2] else [x[:, :, :0] for x in parts[0]])
+            parts.insert(0, list(self.take(indices[:, :, lead:])))
             parts[:0] = [self.exact] if lead else []
         k, v = (torch.cat(x, 2) for x in zip(*parts, strict=True))
         return k, v
 
+    def attend_in_place(
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """See RetrievalStore; fp32 on the CPU, some tokens at a time: small results stay near and need no new memory."""
+        end, lead = self.tail.length, self.exact[0].shape[2]
+        rows = [*self.exact, *self.tail.tile(end - local, end)]
+        served = indices is self.led and kernels.native(q, scaling=scaling) and kernels.attend.side_by_side(*rows)
+        if not served:
+            return None
+        parts = [kernels.attend.attend_parts(q, (rows[::2], rows[1::2]), [lead, local], scaling)]
+        for start in range(lead, indices.shape[2], TILE):
+            chosen = self.take(indices[:, :, start : start + TILE])
+            parts.append(kernels.attend.attend_parts(q, [[x] for x in chosen], [chosen[0].shape[2]], scaling))
+        return merge([Part(*part) for part in parts])[:2]
+
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
-        first = self.take(torch.arange(max(self.prefix), device=self.basis.device).expand(len(self.prefix), 1, -1))
-        out = []
-        for head, tail in zip(first, self.tail.view(), strict=True):
-            x = head.new_zeros((*head.shape[:2], self.length, head.shape[3]))
-            for row, (prefix, length) in enumerate(zip(self.prefix, self.lengths, strict=True)):
-                x[row, :, :prefix] = head[row, :, :prefix]
-                x[row, :, prefix:length] = tail[row, :, : length - prefix]
-            out.append(x)
-        return out[0], out[1]
+        at, longest = torch.arange(self.length, device=self.basis.device), max(self.prefix)
+        first = self.take(at[:longest].expand(len(self.prefix), 1, -1))
+        prefix = table(self.prefix, at.device)[:, None]
+        at = torch.where(at < prefix, at, at + longest - prefix).clamp_max(longest + self.tail.length - 1)
+        k, v = (take_tokens(torch.cat(x, 2), at[:, None]) for x in zip(first, self.tail.view(), strict=True))
+        return k, v
 
 
 class LandmarkIndex(Index):
@@ -165,13 +178,11 @@ class LandmarkIndex(Index):
         return past - plan.prefix
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
-        n, h, _, d = q.shape
+        (n, h, _, d), size = q.shape, self.layer.method.chunk
         logits = (q.view(n, h_kv, -1, d) @ self.landmarks.mT).float().view(n, h, -1) * ctx.scaling
         logits = logits.masked_fill(~per_head(self.ordinary, h), -torch.inf)
         weights = logits.softmax(-1).unflatten(1, (h_kv, -1)).amax(2).masked_fill(~self.ordinary, -torch.inf)
-        counts = [
-            k // self.layer.method.chunk - plan.outliers for k, plan in zip(cand.k, self.layer.plans, strict=True)
-        ]
+        counts = [k // size - plan.outliers for k, plan in zip(cand.k, self.layer.plans, strict=True)]
         indices = self.outliers
         if max(counts) > 0:
             chosen = top_tokens(weights, [max(0, count) for count in counts])
@@ -200,21 +211,17 @@ class ShadowKV(RetrievalMethod):
     reduce: ClassVar[str] = "max_softmax"  # type: ignore[misc]
 
     # tokens per chunk
-    chunk: int = 8
+    chunk: Positive = 8
     # rank of the keys, at most h_kv * d
-    rank: int = 160
+    rank: Positive = 160
     # whole chunks before the prompt's end that stay exact
-    local_chunks: int = 4
+    local_chunks: Positive = 4
     # chunks that are always attended; null: 3 per 16 chosen ones, in the protocol release 48
     outliers: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(outliers=(None, None, 48))
-
-    def validate(self) -> None:
-        super().validate()
-        for name in ("chunk", "rank", "local_chunks"):
-            self.require(name, getattr(self, name) >= 1, "an int >= 1")
+        self.turns: Any = weakref.WeakValueDictionary()  # cos and sin (2, 1, s, rotary) of a prompt, for all layers
 
     def check_model(self, config: Any) -> None:
         check_rotated(config.get_text_config(decoder=True), f"method={self.name}")

@@ -4,8 +4,8 @@ What a KV head attends is a list of segments: rows side by side from an address 
 a head's tokens, read once for all query heads of its group, in tiles: logits, running maximum and exponentials, weighted
 values. Rows of 16 bits are widened as they are read. The task that ends a head's last part joins all.
 
-Where every query head chooses its own tokens, the rows that any head of a group chose are read once, in the order of their
-positions, with a bit per head that says which heads attend them.
+Where every query head chooses its own tokens, or weighs them, the rows that any head of a group chose are read once, in the
+order of their positions, with a bit per head that says which heads attend them.
 """
 
 from collections.abc import Sequence
@@ -23,6 +23,7 @@ from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, produ
 from pqcache.kernels.scaling import Scaling
 
 Array = np.ndarray[Any, Any]
+Attended = tuple[torch.Tensor, torch.Tensor]  # out (n, h, 1, d) and the logits' log-sum-exp (n, h, 1), fp32
 
 # columns of a segment: addresses of its first rows, how many they are, which query reads them, and the address of the chosen
 # positions, int64, counted from these first rows; -1 = nothing. 0: the rows as they follow.
@@ -77,15 +78,15 @@ def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
 
 @partial(kernel, fastmath=FAST)
 def _attend(
-    first, last, kind, size, heads_of_block, q, scaling, segments, steps, marks, kept, outs, lse, done, result, sums
-):
+    first, last, kind, size, heads_of_block, q, scaling, segments, steps, marks, bias, kept, outs, lse, done, result, sums
+):  # fmt: skip
     """Task = (row, KV head, part); q (Q, n, h_kv, g, d), segments (n, h_kv, R, COLUMNS).
 
     steps: bytes from row to row of K, and of V; size: of a row. heads_of_block: see `block`.
 
-    marks (n, h_kv, length): bits of the heads that attend a position, or no entries. kept (n, h_kv, g, T): logits of the first T
-    tokens, scratch, as outs (n, h_kv, parts, g', d), lse (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result
-    (n, h_kv, g, d); adds to sums (n, h_kv, E, T).
+    marks (n, h_kv, length): bits of the heads that attend a position, or no entries. bias (n, h_kv, g, length): added to their
+    logits, or no entries. kept (n, h_kv, g, T): logits of the first T tokens, scratch, as outs (n, h_kv, parts, g', d), lse
+    (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result (n, h_kv, g, d); adds to sums (n, h_kv, E, T).
     """
     _, heads, parts, padded, d = outs.shape
     g, window = q.shape[3], kept.shape[3]
@@ -116,6 +117,8 @@ def _attend(
                     for i in range(count):
                         if np.uint64(marked[places[i]]) >> np.uint64(a) & np.uint64(1) == 0:
                             line[i] = -np.inf
+                        elif bias.shape[3]:
+                            line[i] += bias[row, head, a, places[i]]
                 if entry < window:
                     to = kept[row, head, a]
                     for i in range(min(count, window - entry)):
@@ -129,26 +132,30 @@ def _attend(
 
 
 @kernel
-def _mark(first, last, indices, sinks, local, length, marks):
-    """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, h, chosen)."""
-    heads = marks.shape[1]
-    g = indices.shape[1] // heads
+def _mark(first, last, indices, weights, sinks, local, length, marks, bias):
+    """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, H, chosen).
+
+    bias (n, h_kv, g, length) takes weights (n, h, chosen), where it has entries.
+    """
+    _, heads, g, _ = bias.shape
     for task in range(first, last):
         row, head = task // heads, task % heads
         mine = marks[row, head]
         for a in range(g):
             bit = marks.dtype.type(np.uint64(1) << np.uint64(a))
-            chosen = indices[row, head * g + a]
+            chosen = indices[row, (head * g + a) * indices.shape[1] // (heads * g)]
             for i in range(chosen.shape[0]):
                 if chosen[i] >= 0:
                     mine[chosen[i]] |= bit
+                    if bias.shape[3]:
+                        bias[row, head, a, chosen[i]] = weights[row, head * g + a, i]
             for i in range(sinks):
                 mine[i] |= bit
             for i in range(length - local, length):
                 mine[i] |= bit
 
 
-_NO_MARKS = np.zeros((1, 1, 0), np.uint8)
+_NO_MARKS, _NO_BIAS = np.zeros((1, 1, 0), np.uint8), np.zeros((1, 1, 1, 0), np.float32)
 _NO_CHOICE = (0, 0, 0, 0)
 
 
@@ -161,7 +168,7 @@ def block(g: int) -> tuple[tuple[np.float32, ...], int]:
     return (np.float32(0),) * size, -(-g // size) * size
 
 
-def _run(
+def _partial(
     queries: torch.Tensor,
     segments: Array,
     steps: tuple[int, int],
@@ -170,12 +177,13 @@ def _run(
     parts: int = _MOST_PARTS,
     sums: torch.Tensor | None = None,
     marks: Array = _NO_MARKS,
+    bias: Array = _NO_BIAS,
     kind: Any = FP32,
-) -> torch.Tensor:
-    """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS): (n, 1, h, d) fp32.
+) -> Attended:
+    """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS).
 
     tokens: of all rows and heads, roughly. parts: of a head, at most. sums (n, h or h_kv, T): grow by the probabilities of the
-    first segment's T tokens. The sinks of a `Scaling` take their share of the result, not of the sums; a cap is not served.
+    first segment's T tokens. Neither sinks nor a cap of a `Scaling` are served.
     """
     many, n, h, _, d = queries.shape
     h_kv = segments.shape[1]
@@ -188,16 +196,23 @@ def _run(
     result, lse = np.empty((n, h_kv, g, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32)
     run(
         _attend, n * h_kv * parts, kind, d * kind.itemsize, heads, queries.reshape(many, n, h_kv, g, d).float().numpy(),
-        np.float32(scaling), segments, steps, marks, np.empty((n, h_kv, g, added.shape[3]), np.float32),
+        np.float32(scaling), segments, steps, marks, bias, np.empty((n, h_kv, g, added.shape[3]), np.float32),
         np.zeros((n, h_kv, parts, padded, d), np.float32), lse,
         np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
     )  # fmt: skip
-    out = torch.from_numpy(result).view(n, 1, h, d)
+    # what `join` left: maximum and sum over all parts
+    high, mass = torch.from_numpy(lse[:, :, 0]).unbind(2)
+    return torch.from_numpy(result).view(n, h, 1, d), (high + mass.log()).view(n, h, 1)
+
+
+def _run(
+    queries: torch.Tensor, segments: Array, steps: tuple[int, int], scaling: float, *args: Any, **options: Any
+) -> torch.Tensor:
+    """`_partial` where the sinks of a `Scaling` take their share of the result, not of the sums: (n, 1, h, d) fp32."""
+    out, lse = _partial(queries, segments, steps, scaling, *args, **options)
     if isinstance(scaling, Scaling) and (sinks := scaling.sinks) is not None:
-        # what `join` left: maximum and sum over all parts
-        high, mass = (torch.from_numpy(lse[:, :, 0, i]).reshape(n, 1, h, 1) for i in range(2))
-        out *= torch.sigmoid(high + mass.log() - sinks.detach().float()[:, None])
-    return out
+        out *= torch.sigmoid(lse - sinks.detach().float()[:, None])[..., None]
+    return out.transpose(1, 2)
 
 
 @numba.njit(nogil=True, cache=True)
@@ -287,8 +302,8 @@ def side_by_side(*rows: torch.Tensor) -> bool:
 
 def attend_parts(
     q: torch.Tensor, parts: Sequence[Sequence[torch.Tensor]], counts: Sequence[int], scaling: float
-) -> torch.Tensor:
-    """Attention of q (n, h, 1, d) over the first counts[i] tokens of each of the parts, as if they were joined: (n, 1, h, d).
+) -> Attended:
+    """Attention of q (n, h, 1, d) over the first counts[i] tokens of each of the parts, as if they were joined; without sinks.
 
     parts: their keys, and their values, each (n, h_kv, >= counts[i], d), rows `side_by_side`.
     """
@@ -297,7 +312,7 @@ def attend_parts(
     for i, (k, v, count) in enumerate(zip(*parts, counts, strict=True)):
         segments[:, :, i, KEYS], segments[:, :, i, VALUES] = addresses(k, 0, 1), addresses(v, 0, 1)
         segments[:, :, i, TOKENS] = count
-    return _run(q[None], segments, (4 * d, 4 * d), scaling, sum(counts) * n * h_kv)
+    return _partial(q[None], segments, (4 * d, 4 * d), scaling, sum(counts) * n * h_kv)
 
 
 def attend_ragged(
@@ -334,23 +349,30 @@ def attend_chosen(
     local: int,
     length: int,
     scaling: float,
-) -> torch.Tensor | None:
-    """Attention over [first `sinks` | `indices` | last `local` of `length`] tokens: (n, 1, h, d).
+    log_weight: torch.Tensor | None = None,
+) -> Attended | None:
+    """Attention over [first `sinks` | `indices` | last `local` of `length`] tokens, without a model's sinks.
 
-    q (n, h, 1, d); k, v (n, h_kv, capacity, d) fp32; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing. None: not served.
+    q (n, h, 1, d); k, v (n, h_kv, capacity, d), see `serves`; indices (n, 1, h_kv or h, chosen) int64, -1 = nothing; log_weight
+    (n, h, chosen) fp32: added to the logits of these. None: not served.
     """
     (n, h), h_kv, (_, heads, chosen) = q.shape[:2], k.shape[1], indices.shape
-    if heads not in (1, h_kv) and (heads != h or h // h_kv > _MOST_HEADS):
+    each = heads not in (1, h_kv) or log_weight is not None  # whether a group's query heads differ
+    if each and (heads not in (1, h_kv, h) or h // h_kv > _MOST_HEADS):
         return None
     indices = indices.contiguous()
     at_k, at_v = _place(k), _place(v)
     steps = at_k[3], at_v[3]
-    if heads not in (1, h_kv):
+    if each:
         marks = np.zeros((n, h_kv, length), np.uint8 if h // h_kv <= 8 else np.uint64)
-        run(_mark, n * h_kv, indices.numpy(), sinks, local, length, marks, cost=indices.numel())
+        bias = np.zeros((n, h_kv, h // h_kv, 0 if log_weight is None else length), np.float32)
+        weights = _NO_BIAS[0] if log_weight is None else log_weight.contiguous().numpy()
+        run(_mark, n * h_kv, indices.numpy(), weights, sinks, local, length, marks, bias, cost=n * h * chosen)
         segments = _segments(h_kv, at_k, at_v, np.full(n, length), _NO_CHOICE, 0, 0)
-        return _run(q[None], segments, steps, scaling, n * h_kv * length, marks=marks)
+        return _partial(
+            q[None], segments, steps, scaling, n * h_kv * length, marks=marks, bias=bias, kind=KINDS[k.dtype]
+        )
     row, head = 8 * indices.stride(0), 8 * indices.stride(1) if heads > 1 else 0
     choice = indices.data_ptr(), chosen, row, head
     segments = _segments(h_kv, at_k, at_v, np.full(n, sinks), choice, local, length)
-    return _run(q[None], segments, steps, scaling, n * h_kv * (sinks + chosen + local))
+    return _partial(q[None], segments, steps, scaling, n * h_kv * (sinks + chosen + local), kind=KINDS[k.dtype])

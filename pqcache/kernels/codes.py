@@ -263,29 +263,35 @@ def top_tokens(
 
 
 @kernel
-def _equal(first, last, query, codes, lo, out):
-    """Task = (row, KV head); query (n, h_kv, g, L), codes (n, h_kv, capacity, L), out (n, h_kv, g, m): from position lo on."""
-    heads = out.shape[1]
+def _equal(first, last, query, codes, lo, hi, least, out, counts):
+    """Task = (row, KV head); query (n, h_kv, g, L), codes (n, h_kv, capacity, L), out (n, h_kv, g, > candidates)."""
+    heads = counts.shape[1]
     for task in range(first, last):
         row, head = task // heads, task % heads
-        for i in range(out.shape[3]):
-            line = codes[row, head, lo + i]
-            for a in range(out.shape[2]):
-                mine, count = query[row, head, a], np.int16(0)
+        for i in range(lo, hi[row]):
+            line = codes[row, head, i]
+            for a in range(counts.shape[2]):
+                mine, equal, filled = query[row, head, a], np.int16(0), counts[row, head, a]
                 for j in range(line.shape[0]):
-                    count = np.int16(count + np.int16(mine[j] == line[j]))
-                out[row, head, a, i] = count
+                    equal = np.int16(equal + np.int16(mine[j] == line[j]))
+                out[row, head, a, filled] = i
+                counts[row, head, a] = filled + (equal >= least[row])
 
 
-def equal_codes(query: torch.Tensor, codes: torch.Tensor, lo: int, hi: int) -> torch.Tensor:
-    """In how many of L tables query (n, h_kv, g, L) and positions lo .. hi-1 of codes (n, h_kv, capacity, L) are equal, int16.
+def often_equal(
+    query: torch.Tensor, codes: torch.Tensor, lo: int, hi: Sequence[int], least: Sequence[int]
+) -> torch.Tensor:
+    """Positions of lo .. hi[r]-1 whose codes of L tables equal the query's in least[r] of these or more: (n, h, most) int64.
 
-    Returns (n, h_kv, g, hi - lo).
+    query (n, h_kv, g, L), codes (n, h_kv, capacity, L) int16. Ascending, -1 = padding.
     """
     n, h_kv, g, tables = query.shape
-    out = np.empty((n, h_kv, g, hi - lo), np.int16)
-    run(_equal, n * h_kv, query.contiguous().numpy(), codes.numpy(), lo, out, cost=out.size * tables / 8)
-    return torch.from_numpy(out)
+    out, counts = np.empty((n, h_kv, g, max(hi) - lo + 1), np.int32), np.zeros((n, h_kv, g), np.int64)
+    given = query.contiguous().numpy(), codes.numpy(), lo, np.asarray(hi, np.int64), np.asarray(least, np.int64)
+    run(_equal, n * h_kv, *given, out, counts, cost=out.size * tables / 8)
+    slot = np.arange(max(1, counts.max()))
+    chosen = np.where(slot < counts[..., None], out[..., : len(slot)], -1).astype(np.int64)
+    return torch.from_numpy(chosen).flatten(1, 2)
 
 
 @numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})

@@ -194,8 +194,7 @@ class Index(RowState):
         base, _ = self.span(cand)
         ends = cand.lengths if self.scope == "all" else cand.ends
         indices = best([(0, end - base) for end in ends], cand.sinks - base, [end - base for end in cand.ends], cand.k)
-        padded = len(set(cand.k)) > 1
-        return Selection(torch.where(indices < 0, indices, indices + base) if padded else indices + base, padded)
+        return _moved(indices, base, cand)
 
     def choose(self, logits: torch.Tensor, cand: Candidates, h_kv: int) -> Selection:
         """Top-k of what `score` returned: of every past token if scope is "all", else of the candidates."""
@@ -208,11 +207,7 @@ class Index(RowState):
                 weights = weights.masked_fill(~valid, -torch.inf)
         else:
             weights = group_reduce(logits, h_kv, self.reduce, valid)
-        indices = top_tokens(weights, cand.k)
-        padded = len(set(cand.k)) > 1
-        return Selection(
-            torch.where(indices < 0, indices, indices + cand.sinks) if padded else indices + cand.sinks, padded
-        )
+        return _moved(top_tokens(weights, cand.k), cand.sinks, cand)
 
     # == optional =====================================================================================================
 
@@ -277,3 +272,9 @@ class Index(RowState):
     def pq_codes(self) -> PQCodes | None:
         """Centroids and codes, so that kernels can do the step. None unless `select` is top-k of their group-summed softmax."""
         return None
+
+
+def _moved(indices: torch.Tensor, start: int, cand: Candidates) -> Selection:
+    """Entries counted from position `start` on, padded where rows have different numbers of them."""
+    padded = len(set(cand.k)) > 1
+    return Selection(torch.where(indices < 0, indices, indices + start) if padded else indices + start, padded)

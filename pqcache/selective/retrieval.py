@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache.fields import Positive, Share, Whole
-from pqcache.selective.attention import attend_one, attend_rows, partial, with_sinks
+from pqcache.selective.attention import Part, attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import REDUCTIONS, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
@@ -265,18 +265,33 @@ class RetrievalLayer(StagedLayer):
         # rows differ, or sinks and window overlap (in a short row)
         uneven = len(set(lengths)) > 1 or len(set(local)) > 1 or len(set(cand.k)) > 1
         uneven = uneven or longest < cand.sinks + local[0] + 1 or newest != local[0] + 1
-        indices = weight = out = valid = None
+        out: torch.Tensor
+        indices = weight = part = valid = None
+        estimates = self.observes
         if selection is not None:
-            indices = selection.indices
-            if selection.log_weight is not None:  # 0 outside the selection
-                weight = F.pad(per_head(selection.log_weight, q.shape[1]), (sinks, newest))
-            elif not uneven and selection.share is None and not selection.estimates:
-                out = store.attend_in_place(q, sinks, indices, newest, ctx.scaling)
-        if out is None:
+            indices, estimates = selection.indices, estimates or selection.estimates or selection.share is not None
+            if selection.log_weight is not None:
+                weight = per_head(selection.log_weight, q.shape[1])
+            if not uneven:
+                found = store.attend_in_place(q, sinks, indices, newest, ctx.scaling, weight)
+                part = None if found is None else Part(*found)
+        if part is None:
             if uneven or (selection is not None and selection.padded):
                 valid = _valid(sinks, indices, newest, cand, local, q.device)
-            keys, values = store.read(sinks, indices, newest, self.shape.group)
-            out = self.attend_chosen(q, keys, values, valid, ctx, weight, selection)
+            keys, values = store.read(sinks, indices, newest, self.shape.group)  # (n, h_kv or h, m, d)
+            plain = weight is None and not estimates
+            if plain and valid is None:
+                out = attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
+            elif plain:
+                out = attend_one(q, keys, values, ctx.scaling, valid)
+            else:
+                mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
+                bias = None if weight is None else F.pad(weight, (sinks, newest))[:, :, None]  # 0 outside the selection
+                part = partial(q, keys, values, ctx.scaling, mask, bias=bias)
+                self.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx)
+        if part is not None:
+            part = part if selection is None else selection.with_rest(part)
+            out = with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
         tokens: Tokens = sinks + newest
         if valid is not None:
             tokens = valid.sum(-1, dtype=torch.float32).mean()
@@ -287,33 +302,6 @@ class RetrievalLayer(StagedLayer):
         if selection is not None and store.served is not None:
             self._note_hits(store.served, cand, ctx)
         return out, tokens
-
-    def attend_chosen(
-        self,
-        q: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
-        valid: torch.Tensor | None,
-        ctx: LayerContext,
-        log_weight: torch.Tensor | None = None,
-        selection: Selection | None = None,
-    ) -> torch.Tensor:
-        """Attention of q (n, h, 1, d) over the tokens that were read, keys and values (n, h_kv or h, m, d): (n, 1, h, d).
-
-        valid (n, 1 or heads of keys, m) bool: None if every entry is a token. log_weight (n, h, m): added to the scaled logits.
-        selection: joins its estimate of the tokens left out, if it has one.
-        """
-        estimates = selection is not None and (selection.estimates or selection.share is not None)
-        if log_weight is None and not estimates and not self.observes:
-            if valid is None:
-                return attend_rows(q, keys, values, [keys.shape[2]] * len(keys), ctx.scaling)
-            return attend_one(q, keys, values, ctx.scaling, valid)
-        mask = None if valid is None else per_head(valid, q.shape[1])[:, :, None]
-        part = partial(q, keys, values, ctx.scaling, mask, bias=None if log_weight is None else log_weight[:, :, None])
-        self.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx)
-        if selection is not None:
-            part = selection.with_rest(part)
-        return with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
 
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, ctx: LayerContext) -> None:
         """A step attended to the tokens that it read, lse (n, h, 1) over them. Called of every step where `observes`."""

@@ -108,11 +108,12 @@ class RetrievalStore(Store):
         """Start to fetch `indices`. A `read` of the same tensor follows."""
 
     def attend_in_place(
-        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
-    ) -> torch.Tensor | None:
-        """Attention of q (n, h, 1, d) over what `read` would return, without the copy and without padding (-1): (n, 1, h, d).
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Attention of q (n, h, 1, d) over what `read` would return, without the copy, padding (-1) and a model's sinks.
 
-        None: not supported.
+        log_weight (n, h, k): added to the scaled logits of `indices`. Returns out (n, h, 1, d) and the logits' log-sum-exp
+        (n, h, 1), fp32. None: not supported.
         """
         return None
 

@@ -167,15 +167,15 @@ class HostStore(RetrievalStore):
         return k, v
 
     def attend_in_place(
-        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
-    ) -> torch.Tensor | None:
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See RetrievalStore; `indices` are fetched, and a kernel reads sinks, these and the window, each where it is.
 
         fp32 on the CPU, one choice per KV head or for all, no padding.
         """
         h_kv, d = self.sinks[0].shape[1], self.sinks[0].shape[3]
         same = q.dtype == self.sinks[0].dtype == self.sinks[1].dtype and d == self.sinks[1].shape[3]
-        served = same and indices.shape[1] in (1, h_kv)
+        served = same and indices.shape[1] in (1, h_kv) and log_weight is None
         if not served or not kernels.native(q, indices, *self.sinks, scaling=scaling):
             return None
         window = [buffer.data[:, :, self.columns - local : self.columns] for buffer in self.local]

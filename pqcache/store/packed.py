@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 
 from pqcache import kernels
-from pqcache.kernels.scaling import denominator, sinks_of, token_share
+from pqcache.kernels.scaling import denominator
 from pqcache.store.base import RetrievalStore
 from pqcache.store.buffer import take_tokens
 from pqcache.store.chosen import chosen_run
@@ -242,13 +242,14 @@ class PackedStore(RetrievalStore):
         return runs, [min(end, start) for end in both]
 
     def attend_in_place(
-        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
-    ) -> torch.Tensor | None:
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """See RetrievalStore; chosen tokens as codes, by a kernel, where the codec's can be gathered."""
         n, length, h_kv = q.shape[0], self.length, self.k.heads
         if (
             not kernels.native(q, indices, scaling=scaling)
             or indices.shape[1] not in (1, h_kv)
+            or log_weight is not None
             or bool((indices < 0).any())
         ):
             return None
@@ -258,10 +259,8 @@ class PackedStore(RetrievalStore):
         if not runs or not all(kernels.packed.serves(q, run) for run in runs):
             return None
         out, lse = kernels.packed.attend_codes(q, runs, scaling)
-        if sinks_of(scaling) is not None:
-            out, lse = out * token_share(lse, scaling), denominator(lse, scaling)
-        self.observe_step(q, lse, scaling)
-        return out.transpose(1, 2).to(q.dtype)
+        self.observe_step(q, denominator(lse, scaling), scaling)
+        return out, lse
 
     def chosen_runs(self, positions: torch.Tensor) -> list[Run] | None:
         """Tokens at positions (n, h_kv, m), no padding, as kernels read them: packed ones gathered as codes, then exact ones.

@@ -1,6 +1,7 @@
 """K and V kept whole on the model's device."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -63,15 +64,16 @@ class ResidentStore(RetrievalStore):
         return take_tokens(self.k.data, indices, group), take_tokens(self.v.data, indices, group)
 
     def attend_in_place(
-        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float
-    ) -> torch.Tensor | None:
-        """By a kernel: fp32 on the CPU, rows of one length."""
+        self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """By a kernel on the CPU: rows of one length, of a dtype that it reads."""
         assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
-        same = len(set(self.lengths)) == 1 and q.dtype == k.dtype == torch.float32 and k.shape[3] == v.shape[3]
-        if not same or not kernels.native(q, k, v, indices, scaling=scaling):
+        if len(set(self.lengths)) > 1 or not kernels.native(q, k, v, indices, scaling=scaling):
             return None
-        return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling)
+        if not kernels.attend.serves(q, k, v):
+            return None
+        return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling, log_weight)
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""

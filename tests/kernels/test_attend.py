@@ -1,10 +1,11 @@
-"""The compiled attention over chosen tokens against gather and scaled_dot_product_attention."""
+"""The compiled attention over chosen tokens against gather and plain torch."""
 
 import pytest
 import torch
 
 from pqcache import kernels
-from pqcache.selective.attention import attend_one, attend_ragged
+from pqcache.selective.attention import attend_ragged, partial
+from pqcache.selective.group import per_head
 from pqcache.store.ragged import RaggedStore
 from pqcache.store.resident import ResidentStore
 from tests.drawn import examples
@@ -19,7 +20,7 @@ def test_equals_gather_then_attend(pick):
     n, h_kv, g, d = pick(1, 3), pick(1, 3), pick([1, 2, 3, 4, 5, 9]), pick([8, 16, 24, 40, 128])
     # a token at least between sinks and window
     length, choice, padding = pick(3, 900), pick(["all heads", "KV head", "query head"]), pick(0, 3)
-    scale, workers, seed = pick([1.0, 30.0]), pick([1, 2]), pick(0, 99)
+    scale, workers, seed, weighted = pick([1.0, 30.0]), pick([1, 2]), pick(0, 99), pick([False, True])
     gen = torch.Generator().manual_seed(seed)
     store = ResidentStore()
     store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))
@@ -29,15 +30,19 @@ def test_equals_gather_then_attend(pick):
     pick = torch.rand(n, heads, max(1, length - sinks - recent), generator=gen).argsort(-1)[..., :k] + sinks
     pick = torch.nn.functional.pad(pick, (0, padding), value=-1)
     q = torch.randn(n, h_kv * g, 1, d, generator=gen) * scale
+    weight = torch.randn(n, h_kv * g, k + padding, generator=gen) if weighted else None
     with threads(workers):
-        out = store.attend_in_place(q, sinks, pick, recent, d**-0.5)
+        out, lse = store.attend_in_place(q, sinks, pick, recent, d**-0.5, weight)
     keys, values = store.read(sinks, pick, recent, g)
     valid = torch.nn.functional.pad(pick >= 0, (sinks, recent), value=True)
     # Both sides round in fp32: a logit by eps * sum |q k|, an output by twice that of the largest value.
     each = keys.abs().repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
     sums = (q.abs() @ each.transpose(2, 3)).max() * d**-0.5
     rounding = 2 * torch.finfo(torch.float32).eps * sums * values.abs().max()
-    torch.testing.assert_close(out, attend_one(q, keys, values, d**-0.5, valid), rtol=1e-4, atol=1e-5 + float(rounding))
+    bias = torch.nn.functional.pad(weight, (sinks, recent))[:, :, None] if weighted else None
+    want = partial(q, keys, values, d**-0.5, per_head(valid, q.shape[1])[:, :, None], bias=bias)
+    torch.testing.assert_close(out, want.out, rtol=1e-4, atol=1e-5 + float(rounding))
+    torch.testing.assert_close(lse, want.lse, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -1,5 +1,7 @@
 """The compiled PQ selection against look-up, group softmax and top-k in plain torch."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -79,3 +81,13 @@ def test_codes_of_more_than_eight_bits():
     got = compiled.top_tokens(tables, codes, 0, [500], [50])
     weights = plain(tables, codes, 0, [500], [50])
     assert got is not None and torch.equal(got, top_tokens(weights.float(), [50]))
+
+
+def test_positions_whose_codes_are_often_equal():
+    gen, lo, hi, least = torch.Generator().manual_seed(3), 2, [40, 31], [4, 0]
+    query, codes = (torch.randint(0, 3, (2, 2, t, 7), generator=gen).to(torch.int16) for t in (3, 50))
+    chosen = compiled.often_equal(query, codes, lo, hi, least)
+    equal = (query[:, :, :, None] == codes[:, :, None]).sum(-1).flatten(1, 2)
+    for row, head in itertools.product(range(2), range(6)):
+        want = [i for i in range(lo, hi[row]) if equal[row, head, i] >= least[row]]
+        assert chosen[row, head].tolist() == want + [-1] * (29 - len(want))

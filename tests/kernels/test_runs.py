@@ -81,7 +81,7 @@ def test_parts_on_host_and_device_are_attended_without_a_copy(sinks, local, head
     q = torch.randn(1, 6, 1, 16)
     indices = torch.stack([torch.randperm(400 - sinks - local)[:90].sort().values + sinks for _ in range(heads)])[None]
     moved.clear()
-    out = store.attend_in_place(q, sinks, indices, local, 0.3)
+    out = store.attend_in_place(q, sinks, indices, local, 0.3)[0].transpose(1, 2)
     assert moved == [("fetch", 2 * 90 * 16 * 4)] * 2  # K and V of the chosen tokens alone
     torch.testing.assert_close(out, attend_one(q, *store.read(sinks, indices, local), 0.3), rtol=1e-5, atol=1e-5)
     assert store.attend_in_place(q, sinks, indices, local + 500, 0.3) is None  # more than the window holds
