@@ -21,19 +21,19 @@ def test_equals_gather_then_attend(pick):
     # a token at least between sinks and window
     length, choice, padding = pick(3, 900), pick(["all heads", "KV head", "query head"]), pick(0, 3)
     scale, workers, seed, weighted = pick([1.0, 30.0]), pick([1, 2]), pick(0, 99), pick([False, True])
-    gen = torch.Generator().manual_seed(seed)
+    gen, dtype = torch.Generator().manual_seed(seed), pick([torch.float32, torch.bfloat16])
     store = ResidentStore()
-    store.append(torch.randn(n, h_kv, length, d, generator=gen), torch.randn(n, h_kv, length, d, generator=gen))
+    store.append(*(torch.randn(n, h_kv, length, d, generator=gen).to(dtype) for _ in "kv"))
     sinks, recent = min(4, length // 2), max(1, length // 5)
     heads = {"all heads": 1, "KV head": h_kv, "query head": h_kv * g}[choice]
     k = max(1, (length - sinks - recent) // 3)
     pick = torch.rand(n, heads, max(1, length - sinks - recent), generator=gen).argsort(-1)[..., :k] + sinks
     pick = torch.nn.functional.pad(pick, (0, padding), value=-1)
-    q = torch.randn(n, h_kv * g, 1, d, generator=gen) * scale
+    q = (torch.randn(n, h_kv * g, 1, d, generator=gen) * scale).to(dtype)
     weight = torch.randn(n, h_kv * g, k + padding, generator=gen) if weighted else None
     with threads(workers):
         out, lse = store.attend_in_place(q, sinks, pick, recent, d**-0.5, weight)
-    keys, values = store.read(sinks, pick, recent, g)
+    q, keys, values = (x.float() for x in (q, *store.read(sinks, pick, recent, g)))
     valid = torch.nn.functional.pad(pick >= 0, (sinks, recent), value=True)
     # Both sides round in fp32: a logit by eps * sum |q k|, an output by twice that of the largest value.
     each = keys.abs().repeat_interleave(q.shape[1] // keys.shape[1], dim=1)
