@@ -78,7 +78,7 @@ def test_every_loader_refuses_code_of_the_hub() -> None:
                 given = {word.arg: ast.unparse(word.value) for word in node.keywords}
                 assert given.get("trust_remote_code") == "False", f"{path}:{node.lineno}"
                 seen += 1
-    assert seen >= 10
+    assert seen >= 9
 
 
 CODE = """
