@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.fields import Whole, added
+from pqcache.fields import Positive, Whole, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan, partition_plan
 from pqcache.selective.group import group_reduce
@@ -251,21 +251,21 @@ class ClusterKV(RetrievalMethod):
     # none: every query head chooses, as published; sum_softmax: per KV head, by the softmax weight of a cluster's tokens
     reduce: str = "none"
     # prompt tokens per cluster (C0 = L / 80, section V-B)
-    tokens_per_cluster: int = 80
+    tokens_per_cluster: Positive = 80
     # clusters, whatever the prompt's length; null: by tokens_per_cluster, in the release's protocol 400 (store=host: 200)
-    clusters: int | None = None
+    clusters: Positive | None = None
     # generated tokens that are clustered together; 0: none are (store=resident); null: 320, in the release's protocol 0
     # (store=host: 320)
     window: Whole | None = None
     # clusters they get; null: 4, in the release's protocol 8
-    window_clusters: int | None = None
+    window_clusters: Positive | None = None
     # keys the K-Means starts from: random (different ones) | repeated (drawn with replacement) | plusplus (k-means++); null:
     # random, in the release's protocol plusplus (store=host: repeated)
     init: str | None = added(None, absent="random")
     # distance of the K-Means: cosine, l2 or ip
     distance: str = "cosine"
     # K-Means rounds, at most
-    max_iter: int = 20
+    max_iter: Positive = 20
     # seed of the initial centroids
     kmeans_seed: int = 4321
     # with store=host, tokens fetched in this many last steps stay on the device (the paper's R)
@@ -273,10 +273,6 @@ class ClusterKV(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        for name in ("tokens_per_cluster", "max_iter"):
-            self.require(name, getattr(self, name) >= 1, "an int >= 1")
-        for name in ("clusters", "window_clusters"):
-            self.require(name, getattr(self, name) is None or getattr(self, name) >= 1, "null or an int >= 1")
         self.require(
             "window", self.window != 0 or self.store == "resident", "null or an int >= 1 with a store on the host"
         )

@@ -65,11 +65,11 @@ class InfLLM(Method):
     # share of the budget that is the window
     recent_ratio: Share = 0.5
     # tokens per block
-    block: int = 128
+    block: Positive = 128
     # prompt queries that choose blocks together, by their mean
-    exc_block: int = 512
+    exc_block: Positive = 512
     # blocks also kept on the device, with store=host: the least recently used one makes room
-    max_cached_blocks: int = 32
+    max_cached_blocks: Positive = 32
     # where blocks are: resident (on the device) or host (fetched per step, with a cache of blocks)
     store: Literal["resident", "host"] = "resident"
     # every query head chooses its own blocks
@@ -83,8 +83,6 @@ class InfLLM(Method):
         self.by_protocol(n_init=(32, 128), reps=(1, 4), n_local=(None, 4096), topk=(None, 16))
 
     def validate(self) -> None:
-        for name in ("block", "exc_block", "max_cached_blocks"):
-            self.require(name, getattr(self, name) >= 1, "an int >= 1")
         fits = self.reps is None or 1 <= self.reps <= self.block
         self.require("reps", fits, f"an int in 1..{self.block}, the tokens of a block")
 

@@ -262,6 +262,15 @@ def top_tokens(
     return None if status.any() else torch.from_numpy(out)
 
 
+@numba.njit(nogil=True, inline="always")
+def _agreeing(tables, mine, line):
+    """How many codes are equal; `tables` may be a constant, as MagicPIG's default is: no loop has an end of its own then."""
+    count = np.int16(0)
+    for j in range(tables):
+        count = np.int16(count + np.int16(mine[j] == line[j]))
+    return count
+
+
 @kernel
 def _equal(first, last, query, codes, lo, hi, least, out, counts):
     """Task = (row, KV head); query (n, h_kv, g, L), codes (n, h_kv, capacity, L), out (n, h_kv, g, > candidates)."""
@@ -271,9 +280,8 @@ def _equal(first, last, query, codes, lo, hi, least, out, counts):
         for i in range(lo, hi[row]):
             line = codes[row, head, i]
             for a in range(counts.shape[2]):
-                mine, equal, filled = query[row, head, a], np.int16(0), counts[row, head, a]
-                for j in range(line.shape[0]):
-                    equal = np.int16(equal + np.int16(mine[j] == line[j]))
+                mine, filled = query[row, head, a], counts[row, head, a]
+                equal = _agreeing(150, mine, line) if line.shape[0] == 150 else _agreeing(line.shape[0], mine, line)
                 out[row, head, a, filled] = i
                 counts[row, head, a] = filled + (equal >= least[row])
 
