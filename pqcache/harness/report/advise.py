@@ -130,8 +130,11 @@ def _rows(asked: str) -> tuple[list[Row], str]:
     kept = rows_under(places.REFERENCE)
     if own := _of(kept, asked):
         return own, f"No rows of {asked} in {runs}: these are the committed ones of the same model, of another machine."
-    names = dict.fromkeys(str(row["model_options"].get("path") or "") for row in kept)
-    near = closest(asked, filter(None, names)) or max(names, key=lambda name: (bool(name), len(_of(kept, name))))
+    paths = dict.fromkeys(str(row["model_options"].get("path") or "") for row in kept)
+    names = {path.rpartition("/")[2]: path for path in paths if path}  # the owner of a model says little
+    near = names.get(closest(asked.rpartition("/")[2], names) or "") or max(
+        names.values(), key=lambda path: len(_of(kept, path))
+    )
     warning = f"Whether they hold for {asked} was not measured; try it by the command below."
     return _of(kept, near), f"No rows of {asked}: these are the committed ones of the nearest model, {near}. {warning}"
 
