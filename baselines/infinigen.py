@@ -229,7 +229,7 @@ class InfiniGen(RetrievalMethod):
     # as RetrievalMethod.reduce; null: sum_softmax, in the release's protocol none
     reduce: str | None = None  # type: ignore[assignment]
     # share of the columns that speculation uses; null: 0.2, in the paper's protocol 0.3
-    partial_ratio: float | None = None
+    partial_ratio: Part | None = None
     # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added); null: q, in the
     # paper's protocol abs_sum, in the release's union
     column_rule: Literal["q", "union", "abs_sum"] | None = None
@@ -249,7 +249,6 @@ class InfiniGen(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require("partial_ratio", 0 < (self.partial_ratio or 0) <= 1, "a float in (0, 1]")
         self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
         if self.dense_layers == 0:
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from pqcache.fields import Positive
+from pqcache.fields import Positive, Whole
 from pqcache.kernels.scaling import capped, is_plain
 from pqcache.selective.attach import served_modules
 from pqcache.selective.attention import attend_exactly
@@ -136,13 +136,10 @@ class KVzip(RaggedMethod):
     # prompt tokens that are repeated at a time
     chunk: Positive = 2000
     # first tokens, always kept, on top of a budget ratio; null: 32, in the protocols paper and release 4
-    n_sink: int | None = None
+    n_sink: Whole | None = None
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 4))
-
-    def validate(self) -> None:
-        self.require("n_sink", (self.n_sink or 0) >= 0, "an int >= 0")
 
     def setup(self) -> None:
         # token ids of the instruction, for the first part and for the others, and of what ends it

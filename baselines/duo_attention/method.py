@@ -29,7 +29,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from pqcache.fields import MOST, Positive, Share
+from pqcache.fields import MOST, Positive, Share, Whole
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share, window_plan
 from pqcache.selective.calibration import Calibration
@@ -104,7 +104,7 @@ class DuoAttention(RaggedMethod):
     released: ClassVar[str] = "mit-han-lab/duo-attention: duo_attn/train.py, duo_attn/patch/llama.py"
 
     # first tokens of a streaming head; null: 32, in the protocols paper and release 64
-    n_sink: int | None = None
+    n_sink: Whole | None = None
     # newest tokens of a streaming head; null: by recent_ratio, in the protocols paper and release 256
     recent: Positive | None = None
     # share of the budget behind the sinks that a streaming head's newest tokens are at least
@@ -112,7 +112,7 @@ class DuoAttention(RaggedMethod):
     # a file of gates, as the authors' full_attention_heads.tsv: a line per layer; null: they are trained here
     pattern: str | None = None
     # steps of that training; null: 100, in the protocols paper and release 2000
-    steps: int | None = None
+    steps: Positive | None = None
     # tokens of its texts, at most
     calibration_tokens: Annotated[int, 32, MOST] = 512
 
@@ -120,8 +120,6 @@ class DuoAttention(RaggedMethod):
         self.by_protocol(n_sink=(32, 64), recent=(None, 256), steps=(100, 2000))
 
     def validate(self) -> None:
-        self.require("n_sink", (self.n_sink or 0) >= 0, "an int >= 0")
-        self.require("steps", (self.steps or 0) >= 1, "an int >= 1")
         self.require("pattern", self.pattern is None or Path(self.pattern).expanduser().is_file(), "null or a file")
 
     def setup(self) -> None:

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedConfig
 
-from pqcache.fields import Positive, Share
+from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec
@@ -81,9 +81,9 @@ class GEAR(QuantizationMethod):
     # share of each channel or token that is stored exactly, with positions: half are the largest numbers, half the smallest
     outliers: Share = 0.02
     # rank of the low-rank part per KV head, in the prompt's block
-    rank: int = 4
+    rank: Whole = 4
     # rank in later blocks
-    new_rank: int = 2
+    new_rank: Whole = 2
     # rounds of power iteration
     rounds: Positive = 3
     # generated tokens per block, exact until a block is full (the KCVT runs also use 20)
@@ -93,8 +93,6 @@ class GEAR(QuantizationMethod):
 
     def validate(self) -> None:
         self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
-        for name in ("rank", "new_rank"):
-            self.require(name, getattr(self, name) >= 0, "an int >= 0")
         if self.backbone == "kivi":
             self.require("residual", self.residual % self.group == 0, f"a multiple of group={self.group}")
 

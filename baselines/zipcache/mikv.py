@@ -22,7 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from pqcache.fields import added
+from pqcache.fields import Share, added
 
 from .probes import ProbeRule
 from .salient import SalientMethod
@@ -37,14 +37,10 @@ class MiKV(SalientMethod):
     # divide key channels by sqrt(max |k| / max |q|) of the prompt, per KV head, before quantizing; for granularity token, group
     balancer: bool = False
     # share of the important tokens that are the newest ones; null: 0.5, as in H2O, in the protocol paper 0
-    recent_ratio: float | None = added(None, absent=0.0)
+    recent_ratio: Share | None = added(None, absent=0.0)
 
     def fill(self) -> None:
         self.by_protocol(recent_ratio=(0.5, 0.0))
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("recent_ratio", 0 <= (self.recent_ratio or 0) <= 1, "a number in [0, 1]")
 
     def rule(self) -> ProbeRule:
         return ProbeRule("all")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pqcache.fields import Positive
+from pqcache.fields import Positive, Share
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.store.codec import ExactCodec
@@ -42,7 +42,7 @@ class SalientMethod(QuantizationMethod):
     # bits of a regular token's codes
     bits_low: int = 2
     # share of salient tokens; it must agree with the budget; null: by the budget
-    saliency_ratio: float | None = None
+    saliency_ratio: Share | None = None
     # numbers that share a step and a minimum, keys before values: channel-cst (a channel; a token after its channels were
     # divided by sqrt(max |v|)), channel-token, token, or group (`group` channels of a token)
     granularity: str = "channel-cst"
@@ -73,7 +73,6 @@ class SalientMethod(QuantizationMethod):
             )
         if self.saliency_ratio is not None:
             bits = self.saliency_ratio * self.bits_high + (1 - self.saliency_ratio) * self.bits_low
-            self.require("saliency_ratio", 0 <= self.saliency_ratio <= 1, "a number in [0, 1], or null")
             self.require(
                 "saliency_ratio",
                 abs(bits / 16 - ratio) < 1e-6,
