@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
+from baselines.kvzip import ZipLayer
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
@@ -132,6 +133,9 @@ class AttentionLayer:
             ctx = self.prompt_context(cache, s, q.shape[2])
             layer.observe(q, k, [s], ctx)
             ctx.values = v
+            if isinstance(layer, ZipLayer):  # no model repeats the prompt: random scores say what stays
+                method.repeat = lambda *_: [self.random(*k.shape[1:3], seed=4)]  # type: ignore[attr-defined]
+                layer.method.score([layer], ctx)
             build = seconds(lambda: layer.settle(k, v, [s], ctx), self.device)
         else:
             # InfLLM makes its blocks during the prefill; here no prefill has scored these tokens.
