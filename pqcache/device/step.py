@@ -9,12 +9,13 @@ import torch
 
 from pqcache.device.attend import COLUMNS, TokenList, attend
 from pqcache.device.packed import attend_packed
+from pqcache.device.ragged import attend_ragged
 from pqcache.device.scores import scores
 from pqcache.store.resident import ResidentStore
 from pqcache.store.step import PQCodes, StepParts, Substitute, Window
 from pqcache.store.transfer import send
 
-__all__ = ["DeviceStep", "attend_packed", "substitute_for"]
+__all__ = ["DeviceStep", "attend_packed", "attend_ragged", "substitute_for"]
 
 
 def substitute_for(parts: StepParts | Window | None) -> Substitute | None:

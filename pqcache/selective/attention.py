@@ -4,7 +4,7 @@ Shapes: n batch, h query heads, h_kv KV heads, g = h / h_kv, q query tokens, m k
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -87,20 +87,29 @@ def attend_exactly(
     return torch.cat(out, 2).transpose(1, 2).to(q.dtype)
 
 
-def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float) -> torch.Tensor:
-    """Attention of one token per row over all tokens of its row in the store: q (n, g, 1, d) -> (n, 1, g, d)."""
+def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float, accelerator: Any = None) -> torch.Tensor:
+    """Attention of one token per row over all tokens of its row in the store: q (n, g, 1, d) -> (n, 1, g, d).
+
+    By the cache's `accelerator` or the CPU's kernel, which read the rows as they are; else row by row, from a copy.
+    """
     assert store.k is not None and store.v is not None
     newer, (new_k, new_v) = store.newer.length, store.newer.view()
     k, v, starts, counts = store.k.data[0, 0], store.v.data[0, 0], store.k.starts, store.k.counts
+    if (
+        accelerator is not None
+        and is_plain(scaling)
+        and (out := accelerator.attend_ragged(q, store, scaling)) is not None
+    ):
+        return out
     if is_plain(scaling) and kernels.native(q, k, v) and kernels.attend.serves(q, k, v):
         return kernels.attend.attend_ragged(q, k, v, starts, counts, new_k, new_v, scaling)
-    out = []
+    rows = []
     for row, (start, count) in enumerate(zip(starts, counts, strict=True)):
         keys, values = (
             torch.cat([x[start : start + count], new[row, 0, :newer]]) for x, new in ((k, new_k), (v, new_v))
         )
-        out.append(attend_one(q[row : row + 1], keys[None, None], values[None, None], scaling))
-    return torch.cat(out)
+        rows.append(attend_one(q[row : row + 1], keys[None, None], values[None, None], scaling))
+    return torch.cat(rows)
 
 
 def row_mask(lengths: list[int], length: int, device: torch.device) -> torch.Tensor | None:

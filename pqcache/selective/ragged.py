@@ -140,7 +140,7 @@ class RaggedLayer(EvictionLayer):
         q, k, v = (self.apart(x) for x in (q, k, v))
         self.add(k, v, ctx)
         ctx.cache.ledger.attend(self.layer_idx, fmean(self.store.lengths), selecting=True)
-        return self.together(attend_ragged(q, self.store, ctx.scaling))
+        return self.together(attend_ragged(q, self.store, ctx.scaling, ctx.cache.accelerator))
 
     # -- entries ------------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,9 @@ from baselines.turboquant import TurboQuant
 from baselines.zipcache import ZipCache
 from pqcache import kernels
 from pqcache.selective import Budget
-from pqcache.selective.attention import attend_one
+from pqcache.selective.attention import attend_one, attend_ragged
 from pqcache.selective.quantization import attend_coded
+from pqcache.store.ragged import RaggedStore
 from tests.baselines.coded_stores import METHODS as STORES
 from tests.baselines.coded_stores import store_of
 from tests.device.conftest import CLOSE
@@ -20,6 +21,7 @@ from tests.thin import thin
 
 pytest.importorskip("triton")
 from pqcache.device import attend as attend_module
+from pqcache.device import step
 from pqcache.device.attend import COLUMNS, TokenList, attend
 from pqcache.device.packed import attend_packed
 
@@ -68,6 +70,23 @@ def test_all_tokens_and_chosen_ones(pick):
             torch.testing.assert_close(got, expected, rtol=CLOSE[dtype], atol=CLOSE[dtype])
             mass = (query[0, :, 0] @ key[0, 0].T * d**-0.5).logsumexp(-1)
             torch.testing.assert_close(lse[r, head * g : head * g + g, 0].cpu(), mass, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", CLOSE)
+def test_rows_of_different_lengths(dtype: torch.dtype) -> None:
+    """As each row alone; one holds nothing but the newer tokens. No copy of the rows is made, so none is padded."""
+    gen, store, counts = torch.Generator().manual_seed(5), RaggedStore(), [300, 0, 17, 40]
+    k, v = (torch.randn(4, 1, 320, 24, generator=gen).to(dtype).to(DEVICE) for _ in "kv")
+    store.take(k, v, torch.arange(300, device=DEVICE).expand(4, 1, -1) + 9, counts)
+    for _ in range(3):
+        store.append(*(torch.randn(4, 1, 1, 24, generator=gen).to(dtype).to(DEVICE) for _ in "kv"))
+    q = torch.randn(4, 3, 1, 24, generator=gen).to(dtype).to(DEVICE)
+    out = attend_ragged(q, store, 0.3, accelerator=step)
+    with kernels.plain_torch():
+        expected = attend_ragged(q, store, 0.3)
+    assert out.dtype == dtype and out.shape == (4, 1, 3, 24)
+    torch.testing.assert_close(out.float(), expected.float(), rtol=CLOSE[dtype], atol=CLOSE[dtype])
+    assert not torch.equal(out[1], out[2])
 
 
 def test_it_is_launched_on_its_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
+from baselines.adakv import AdaKV
 from baselines.combined.coded import Coded
 from baselines.full import Full
 from baselines.h2o import H2O
@@ -23,7 +24,7 @@ from tests.device.conftest import CLOSE
 from tests.thin import thin
 
 pytest.importorskip("triton")
-from pqcache.device import packed, step
+from pqcache.device import packed, ragged, step
 from pqcache.device.step import DeviceStep, substitute_for
 
 pytestmark = pytest.mark.usefixtures("pretended")
@@ -41,6 +42,7 @@ SERVED = {
     "pqcache, m=4": lambda: pqcache(m=4, b=2),
 }
 PACKED = {
+    "adakv": lambda: AdaKV(budget=Budget(ratio=0.5), base_options={"n_sink": 4, "w": 8}),
     "int8": lambda: Int8(residual=2),
     "kivi": lambda: KIVI(bits=3, group=8, residual=8),
     "zipcache": lambda: ZipCache(budget=Budget(ratio=0.2), gap=3),
@@ -54,7 +56,7 @@ PACKED = {
 @pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 4))
 def test_a_request_is_that_of_torch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     calls: list[str] = []
-    for module, function in ((step, "attend"), (packed, "attend")):
+    for module, function in ((step, "attend"), (packed, "attend"), (ragged, "attend")):
         own = getattr(module, function)
         monkeypatch.setattr(module, function, lambda *args, own=own: (calls.append("kernel"), own(*args))[1])
     ids, make = torch.tensor([tokens(70, 1)]), {**SERVED, **PACKED}[name]
