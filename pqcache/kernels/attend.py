@@ -358,7 +358,7 @@ def attend_chosen(
     """
     (n, h), h_kv, (_, heads, chosen) = q.shape[:2], k.shape[1], indices.shape
     each = heads not in (1, h_kv) or log_weight is not None  # whether a group's query heads differ
-    if each and (heads not in (1, h_kv, h) or h // h_kv > _MOST_HEADS):
+    if not serves(q, k, v) or (each and (heads not in (1, h_kv, h) or h // h_kv > _MOST_HEADS)):
         return None
     indices = indices.contiguous()
     at_k, at_v = _place(k), _place(v)

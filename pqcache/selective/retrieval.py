@@ -290,8 +290,10 @@ class RetrievalLayer(StagedLayer):
                 part = partial(q, keys, values, ctx.scaling, mask, bias=bias)
                 self.observe_step(q, with_sinks(part, ctx.scaling).lse, ctx)
         if part is not None:
-            part = part if selection is None else selection.with_rest(part)
-            out = with_sinks(part, ctx.scaling).out.transpose(1, 2).to(q.dtype)
+            if estimates and selection is not None:
+                part = selection.with_rest(part)
+            part = part if type(ctx.scaling) is float else with_sinks(part, ctx.scaling)
+            out = part.out.transpose(1, 2).to(q.dtype)
         tokens: Tokens = sinks + newest
         if valid is not None:
             tokens = valid.sum(-1, dtype=torch.float32).mean()

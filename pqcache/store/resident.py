@@ -66,12 +66,10 @@ class ResidentStore(RetrievalStore):
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """By a kernel on the CPU: rows of one length, of a dtype that it reads."""
+        """By a kernel on the CPU: rows of one length."""
         assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
         if len(set(self.lengths)) > 1 or not kernels.native(q, k, v, indices, scaling=scaling):
-            return None
-        if not kernels.attend.serves(q, k, v):
             return None
         return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling, log_weight)
 
