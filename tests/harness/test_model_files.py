@@ -114,7 +114,7 @@ def test_architectures_that_no_method_runs_on_are_one_line(
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 LAYER, BIAS = "model.layers.1.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias"
 HEAD, SAFE = "lm_head.weight", "model.safetensors"
-UNMOVED = "no token changes what its weights say of the next one"
+UNMOVED = "its logits are the same whatever the prompt is"
 Tensors = dict[str, torch.Tensor]
 
 

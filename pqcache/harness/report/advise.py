@@ -131,7 +131,7 @@ def _rows(asked: str) -> tuple[list[Row], str]:
     if own := _of(kept, asked):
         return own, f"No rows of {asked} in {runs}: these are the committed ones of the same model, of another machine."
     paths = dict.fromkeys(str(row["model_options"].get("path") or "") for row in kept)
-    names = {path.rpartition("/")[2]: path for path in paths if path}  # the owner of a model says little
+    names = {path.rpartition("/")[2]: path for path in paths if path}  # compared without the owner
     near = names.get(closest(asked.rpartition("/")[2], names) or "") or max(
         names.values(), key=lambda path: len(_of(kept, path))
     )

@@ -204,7 +204,7 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
     with torch.inference_mode():  # eight prompts of two tokens that end in the same
         logits = model(torch.stack([last, last[:1].expand(8)], 1).to(model.device)).logits[:, -1].nan_to_num()
     if torch.equal(logits, logits[:1].expand_as(logits)):
-        raise Unusable(f"model.path={path}: no token changes what its weights say of the next one")
+        raise Unusable(f"model.path={path}: its logits are the same whatever the prompt is")
     return sum(map(len, kinds.values()))
 
 

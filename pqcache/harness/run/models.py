@@ -270,8 +270,8 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             if (misfit := map_misfit(options, error)) is None:
                 raise
             raise model_files.Unusable(misfit) from error
-        mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
         model = (model if options.get("device_map") else model.to(device)).eval()
+        mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
     return _loaded(name, options, model, tokenizer, mismatch=mismatch)
 
 
