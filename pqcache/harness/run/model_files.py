@@ -200,7 +200,7 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
     for name, tensor in weights(model):
         if not bool(tensor.isfinite().all()):
             raise Unusable(f"model.path={path}: {name} holds NaN or infinity")
-    last = torch.arange(1, 9) * (model.get_input_embeddings().weight.shape[0] // 9)
+    last = torch.arange(1, 9) * model.get_input_embeddings().weight.shape[0] // 9
     with torch.inference_mode():  # eight prompts of two tokens that end in the same
         logits = model(torch.stack([last, last[:1].expand(8)], 1).to(model.device)).logits[:, -1].nan_to_num()
     if torch.equal(logits, logits[:1].expand_as(logits)):
