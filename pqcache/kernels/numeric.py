@@ -176,6 +176,20 @@ def largest(line):
 
 
 @_intrinsic
+def eight(typingctx, address, x):
+    """Write an fp32 number eight times from an address on."""
+
+    def generate(context, builder, signature, args):
+        kind = ir.VectorType(_FLOAT, 8)
+        one = builder.insert_element(ir.Constant(kind, ir.Undefined), args[1], _I32(0))
+        all_eight = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, 8), None))
+        builder.store(all_eight, builder.inttoptr(args[0], kind.as_pointer()), align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.intp, types.float32), generate
+
+
+@_intrinsic
 def look_up(typingctx, source, table, out, width, bits):
     """Write to `out` the fp32 numbers that 2- or 4-bit codes have in a table, by planes (packed/tiles.py); see PERMUTES.
 

@@ -114,11 +114,11 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def _sum_softmax(logits, g, first, weights):
-    """Sums over g heads of their softmax over all columns of logits, for columns `first` and on: weights (count,)."""
+def _sum_softmax(logits, g, m, first, weights):
+    """Sums over g heads of their softmax over the first m columns of logits, for columns `first` and on: weights (count,)."""
     weights[:] = 0
     for a in range(g):
-        line = logits[a]
+        line = logits[a, :m]  # side by side, which is known of whole rows only
         share = np.float32(1) / exponentials(line, largest(line), LEAST, 0)  # subnormal numbers rank, too
         ranked = line[first : first + weights.shape[0]]
         for i in range(weights.shape[0]):
@@ -148,7 +148,7 @@ def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
         logits = np.empty((q.shape[2], end - start + 1), np.float32)
         weights = np.empty(hi[row] - lo, np.float32)
         _logits(q[row, head], keys[row, head], start, end, rows, block, logits)
-        _sum_softmax(logits[:, : end - start], g, lo - start, weights)
+        _sum_softmax(logits, g, end - start, lo - start, weights)
         take(weights, k[row], lo, out[row, head])
 
 
@@ -169,7 +169,7 @@ def _rank_lines(first, last, q, lines, places, over, lo, hi, k, out):
                 factor, mine = q[row, head, a, j], logits[a]
                 for i in range(line.shape[0]):
                     mine[i] += factor * line[i]
-        _sum_softmax(logits, g, lo - start, weights)
+        _sum_softmax(logits, g, end - start, lo - start, weights)
         take(weights, k[row], lo, out[row, head])
 
 

@@ -20,7 +20,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from pqcache.kernels.launch import STAMP
-from pqcache.kernels.numeric import FAST, at, fetch, floats, look_up, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import FAST, at, eight, fetch, floats, look_up, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -49,15 +49,23 @@ def _number(bits, row, c, plane, listed, width):
 
 
 @numba.njit(nogil=True, inline="always")
+def _in_place(bits, row, c, plane, listed, width):
+    """`_number` times 2^(plane bits) where codes are smaller than a byte: moving bits would take as long as the products."""
+    if listed == 1 or bits == 32:
+        return _number(bits, row, c, plane, listed, width)
+    return np.float32(np.int32(row[c]) & np.int32(((1 << min(bits, 8)) - 1) << (plane * bits)))
+
+
+@numba.njit(nogil=True, inline="always")
 def _per_byte(each, count, numbers, space):
     """The address of `count` numbers of groups; of small groups, of a number of each of their bytes, written to `space`."""
     if each >= _LONG:
         return numbers
-    source, out = floats(numbers, count), floats(space, count * each)
-    for i in range(count):
-        number = source[i]
-        for c in range(each):
-            out[i * each + c] = number
+    source = floats(numbers, count)
+    for i in range(count):  # what is written too far, the next number covers
+        eight(space + 4 * i * each, source[i])
+        if each > 8:
+            eight(space + 4 * (i * each + each - 8), source[i])
     return space
 
 
@@ -68,8 +76,9 @@ def products(bits: int, width: int, groups: int, heads: int, listed: int, stamp:
     values are fetched meanwhile: the processor fetches on its own only within a page of memory, and a tile fills a few.
     listed: 1 where codes stand for the numbers of a table.
     """
-    per, each, zeros = max(1, 8 // bits), width // groups, (np.float32(0),) * heads
-    short = groups > 1 and each < _LONG
+    per, each = max(1, 8 // bits), width // groups
+    many = 1 if groups > 1 else 2  # tokens at a time: the sums of one would wait for each other
+    short, zeros = groups > 1 and each < _LONG, (np.float32(0),) * (heads * many)
     # loops over a token's bytes, bytes of a loop, steps of a token
     loops, span, size = (1, width, width) if short else (groups, each, groups)
 
@@ -80,22 +89,40 @@ def products(bits: int, width: int, groups: int, heads: int, listed: int, stamp:
         if groups > 1:
             steps = _per_byte(each, count * groups, steps, space)
             lows = _per_byte(each, count * groups, lows, space + 4 * count * width)
-        for i in range(count):
-            fetch(keys + i * key_size, key_size)
-            fetch(values + i * value_size, value_size)
+        elif per > 1 and listed == 0:
+            q = floats(space, heads * width * per)
+            for part in range(heads * per):
+                source, to = floats(query + 4 * part * width, width), floats(space + 4 * part * width, width)
+                unit = np.float32(1) / np.float32(1 << (part % per * bits))
+                for c in range(width):
+                    to[c] = source[c] * unit
+        for i in range(0, count, many):
+            fetch(keys + i * key_size, many * key_size)
+            fetch(values + i * value_size, many * value_size)
+            other = min(i + many, count) - 1
             row = _row(bits, address + i * stride, width, listed, table, space)
+            row1 = _row(bits, address + other * stride, width, listed, table, space + 4 * per * width)
             step, low, sums = floats(steps + 4 * i * size, size), floats(lows + 4 * i * size, size), zeros
             for loop in range(loops):
                 s, l = step[loop], low[loop]  # noqa: E741
                 for c in range(loop * span, (loop + 1) * span):
                     for plane in range(per):
                         x = _number(bits, row, c, plane, listed, width)
-                        if groups > 1:
+                        if groups == 1:
+                            x = _in_place(bits, row, c, plane, listed, width)
+                        else:
                             x = x * (step[c] if short else s) + (low[c] if short else l)
                         for a in range(heads):
                             sums = tuple_setitem(sums, a, sums[a] + q[(a * per + plane) * width + c] * x)
+                        if many > 1:
+                            x = _in_place(bits, row1, c, plane, listed, width)
+                            for a in range(heads):
+                                b = heads + a
+                                sums = tuple_setitem(sums, b, sums[b] + q[(a * per + plane) * width + c] * x)
             for a in range(heads):
                 out[a * LINE + i] = sums[a]
+                if many > 1:
+                    out[a * LINE + i + 1] = sums[heads + a]
 
     return run
 
