@@ -38,7 +38,7 @@ def added_options(cls: type) -> dict[str, Any]:
 
 def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, Any]]:
     """Field name -> (type, default; None where it has none) of a dataclass."""
-    hints, left_out, found = _hints(cls), set(skip), {}
+    hints, left_out, found = hints_of(cls), set(skip), {}
     for f in fields(cls):
         if f.name not in left_out:
             default = f.default if f.default_factory is MISSING else f.default_factory()
@@ -46,7 +46,7 @@ def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, A
     return found
 
 
-_hints = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # annotations are text
+hints_of = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # annotations are text
 
 
 # -- values ------------------------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def check_ranges(options: Any) -> None:
 
     A subclass that gives a field another default does not widen it.
     """
-    kinds = [pair for base in type(options).__mro__ if is_dataclass(base) for pair in _hints(base).items()]
+    kinds = [pair for base in type(options).__mro__ if is_dataclass(base) for pair in hints_of(base).items()]
     for name, kind in kinds:
         value, words = getattr(options, name, None), literals(kind)
         if isinstance(value, str) and words and value not in words and str not in typing.get_args(kind):

@@ -143,31 +143,25 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
         raise Refused(errors)
     for key in keys:
         made[key] = [as_text(value) for value in made[key]] if key in made else ""
-    records: list[Record] = made.to_dict("records")
     if "budget" in columns or ("budget" in lines and "method" not in lines):
         # a method without a budget is shown at each of its model and task
-        budgets: dict[tuple[str, str], dict[str, None]] = {}
-        for r in records:
-            own_budgets = budgets.setdefault((r["model"], r["task"]), {})
-            own_budgets |= {} if r["ignores_budget"] else {r["budget"]: None}
-        records = [
-            {**r, "budget": budget}
-            for r in records
-            for budget in (budgets[r["model"], r["task"]] or [""] if r["ignores_budget"] else [r["budget"]])
-        ]
-    own = [key for key in OWN_TABLE if key not in asked and len({r[key] for r in records}) > 1]
-    extra, hidden = _told_apart(records, [*asked, *own], keys)
+        budgets = made[~made.ignores_budget].groupby(["model", "task"]).budget.unique()
+        places = zip(made.model, made.task, strict=True)
+        of_place = pd.Series([list(budgets.get(place, [""])) for place in places], made.index)
+        made = made.assign(budget=made.budget.where(~made.ignores_budget, of_place)).explode("budget")
+    own = [key for key in OWN_TABLE if key not in asked and made[key].nunique() > 1]
+    extra, hidden = _told_apart(made, [*asked, *own], keys)
     own += [key for key in extra if key in OWN_TABLE]
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
     tables: dict[str, list[Record]] = {}
-    records.sort(key=lambda r: [natural(r[key]) for key in down])
+    records: list[Record] = sorted(made.to_dict("records"), key=lambda r: [natural(r[key]) for key in down])
     # Full first, then Oracle
     for record in sorted(records, key=lambda r: [r["method"] != name for name in NOT_RANKED]):
         tables.setdefault(", ".join(record[key] for key in own if record[key]), []).append(record)
     firsts = [group[0] for group in groups]
     shown = (*own, *down, *columns, *UNTOLD, "budget", "dataset")
     others = [key for key in keys if key not in shown and not key.startswith("method.")]
-    differ = [key for key in others if len({record[key] for record in records}) > 1]
+    differ = [key for key in others if made[key].nunique() > 1]
     notes = [f"Not the same in all lines, and not shown: {', '.join(differ)}"] if differ else []
     if hidden:
         notes.append(f"{hidden} configurations that no option tells apart from others are not shown")
@@ -210,19 +204,16 @@ def labels(records: Sequence[Record], keys: Iterable[str]) -> list[str]:
     return [" ".join([r["method"], *parts]) for r, parts in zip(records, told, strict=True)]
 
 
-def _told_apart(records: Sequence[Record], shown: list[str], keys: Sequence[str]) -> tuple[list[str], int]:
+def _told_apart(made: pd.DataFrame, shown: list[str], keys: Sequence[str]) -> tuple[list[str], int]:
     """(Further keys, so that no two configurations share a place; how many still do)."""
     extra: list[str] = []
     while True:
-        places: dict[tuple[str, ...], list[Record]] = {}
-        for record in records:
-            places.setdefault(tuple(record[key] for key in (*shown, *extra)), []).append(record)
-        shared = [group for group in places.values() if len(group) > 1]
-        taken = (*shown, *extra, *UNTOLD)
-        candidates = (k for k in dict.fromkeys((*OWN_TABLE, "budget", *keys)) if k not in taken)
-        key = next((k for k in candidates if any(len({r[k] for r in group}) > 1 for group in shared)), None)
+        taken = [*shown, *extra]
+        shared = made[made.duplicated(taken, keep=False)].groupby(taken)
+        candidates = (k for k in dict.fromkeys((*OWN_TABLE, "budget", *keys)) if k not in (*taken, *UNTOLD))
+        key = next((k for k in candidates if (shared[k].nunique() > 1).any()), None)
         if key is None:
-            return extra, sum(len(group) - 1 for group in shared)
+            return extra, int((shared.size() - 1).sum())
         extra.append(key)
 
 

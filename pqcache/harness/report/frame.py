@@ -119,7 +119,9 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     common |= {key: first[key] for key in FIELDS if key in first}  # type: ignore[literal-required]
     common |= {**texts, "budget": "" if ignored else budget_text(first), "ignores_budget": ignored}
     common |= {"seed": ", ".join(str(row["seed"]) for row in group), "row": first, "rows": list(group)}
-    whole = {name: known_mean(values) for name, values in _numbers(group).items() if name not in ("seed", "score")}
+    every = [dict(_flat(row)) for row in group]
+    numbers = dict.fromkeys(name for one in every for name in one if name not in ("seed", "score"))
+    whole = {name: known_mean(one.get(name) for one in every) for name in numbers}
     names = list(first["sample_scores"]) if datasets and len(first["sample_scores"]) > 1 else []
     for task in (*names, None):
         name = AVERAGE if task is None else task.removeprefix(f"{first['task']}_")
@@ -134,13 +136,8 @@ def _options(row: Row) -> dict[str, Any]:
     return options
 
 
-def _numbers(group: Sequence[Row]) -> dict[str, list[float | None]]:
-    """Dotted name -> the number of each row."""
-    every = [dict(_flat(row)) for row in group]
-    return {name: [values.get(name) for values in every] for name in dict.fromkeys(key for one in every for key in one)}
-
-
 def _flat(row: Row) -> Iterator[tuple[str, float]]:
+    """Dotted name -> each number of a row."""
     for key, value in row.items():
         if _is_number(value):
             yield key, value  # type: ignore[misc]
@@ -151,8 +148,8 @@ def _flat(row: Row) -> Iterator[tuple[str, float]]:
                 yield key, float(sum(numbers.values()))
     metrics: dict[str, list[float]] = {}
     for task in (row["tasks"] or {}).values():
-        for name, value in task.get("metrics", {}).items():
-            metrics.setdefault(name, []).append(value)
+        for name in (name for name, value in task.get("metrics", {}).items() if value is not None):
+            metrics.setdefault(name, []).append(task["metrics"][name])
     yield from ((f"metric.{name}", fmean(values)) for name, values in metrics.items())
 
 

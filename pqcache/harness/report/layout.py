@@ -18,19 +18,7 @@ from operator import attrgetter
 from typing import Any
 
 from pqcache.harness.report.entries import AVERAGE, Entry
-from pqcache.harness.report.table import (
-    EMPTY,
-    MISSING,
-    NOT_RANKED,
-    Bold,
-    Field,
-    Table,
-    number,
-    p_value,
-    pivot,
-    signed,
-    spread,
-)
+from pqcache.harness.report.table import EMPTY, NOT_RANKED, Bold, Field, Table, number, p_value, pivot, signed, spread
 
 KEYS = ("model", "line", "budget", "setting", "dataset", "metric")
 PLACE = attrgetter(*KEYS)
@@ -164,10 +152,9 @@ def _differences(entry: Entry) -> tuple[str, str, str, str]:
     def show(value: float | None) -> str:
         return "" if value is None else signed(value, 2)
 
-    unknown = MISSING if entry.paired else ""
-    known = entry.to_full_low is not None and entry.to_full_high is not None
-    interval = spread(None, [entry.to_full_low, entry.to_full_high], show) if known else unknown  # type: ignore[list-item]
-    p = unknown if entry.p is None else p_value(entry.p)
+    ends = [end for end in (entry.to_full_low, entry.to_full_high) if end is not None]
+    interval = spread(entry.to_full if entry.paired else None, ends or None, show)
+    p = p_value(entry.p) if entry.paired or entry.p is not None else ""
     return show(entry.to_full), interval, p, show(entry.published_to_full)
 
 

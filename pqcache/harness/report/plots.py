@@ -94,11 +94,6 @@ def joined(parts: Sequence[pd.DataFrame]) -> pd.DataFrame:
     return pd.concat(parts, ignore_index=True) if parts else frame([])
 
 
-def wide(values: Any, down: Sequence[Any] | None = None, across: Sequence[Any] | None = None) -> pd.DataFrame:
-    """The frame of a map, from a tensor (down, across)."""
-    return pd.DataFrame(values.numpy(), index=down, columns=across)
-
-
 def panels_of(points: pd.DataFrame, **axes: Any) -> list[Panel]:
     """A panel per value of the column `panel`."""
     return [Panel(str(title), block, **axes) for title, block in points.groupby("panel", sort=False)]

@@ -5,12 +5,11 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_type_hints
+from typing import Any, TypedDict, cast
 
 from pqcache.atomic import write_text
-from pqcache.fields import added_options
+from pqcache.fields import added_options, hints_of
 from pqcache.harness.config.cells import CONFIG, contradicted
 from pqcache.harness.config.options import (
     DECODE,
@@ -36,7 +35,6 @@ ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference 
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
 NO_FULL = "no Full cell of this model, task and seed to compare with"
 ROUNDING = 1e-6  # of scores
-_kinds = cache(partial(get_type_hints, include_extras=True))
 
 
 class Diagnostics(TypedDict):
@@ -380,7 +378,7 @@ def damage(value: Any) -> str | None:
     """What is wrong with a row that was read; None if nothing is."""
     if not isinstance(value, dict):
         return "no row"
-    kinds = _kinds(Row)
+    kinds = hints_of(Row)
     if missing := [key for key in kinds if key not in value]:
         return f"lacks {', '.join(missing[:5])}"
     if (key := misfit(value, kinds, kinds.keys() - NEEDED)) is not None:

@@ -6,10 +6,10 @@ for sample in read_all(folder)[0].values(): ...
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypedDict, cast, get_type_hints
+from typing import Any, TypedDict, cast
 
+from pqcache.fields import hints_of
 from pqcache.harness.config.options import Amount, Count, misfit, one_line, say_once
 from pqcache.outside import lines, parse_json
 
@@ -17,7 +17,6 @@ Key = tuple[str, int, str]  # task, document, fingerprint
 # What two lines of one sample must agree on. Times, bytes and what a method reports of itself may differ.
 SAYS = ("response", "score", "new_tokens", "prompt_tokens", "question_tokens")
 COUNTED = ("_bytes", "_s", "_tokens")  # ends of names in `extra` whose numbers are not negative
-_kinds = cache(partial(get_type_hints, include_extras=True))
 
 
 class SampleMarks(TypedDict, total=False):
@@ -85,9 +84,9 @@ def read_all(folder: Path, cell: str = "") -> tuple[dict[Key, Sample], set[Key]]
                 foreign += 1
                 continue
             key = key_of(sample)
-            known = samples.get(key)
-            if known is not None and known.get("settles", False) != sample.get("settles", False):
-                if sample.get("settles", False):
+            known, settles = samples.get(key), sample.get("settles", False)
+            if known is not None and known.get("settles", False) != settles:
+                if settles:
                     contradicted.discard(key)
                     samples[key] = sample
                 continue
@@ -126,9 +125,11 @@ def _read(line: bytes) -> Sample | None:
         value = parse_json(line)
     except ValueError:
         return None
-    if not isinstance(value, dict):
-        return None
-    if Sample.__required_keys__ - value.keys() or misfit(value, _kinds(Sample)) is not None:
+    if (
+        not isinstance(value, dict)
+        or Sample.__required_keys__ - value.keys()
+        or misfit(value, hints_of(Sample)) is not None
+    ):
         return None
     sample = cast(Sample, value)
     tokens = sample["prompt_tokens"] + sample["new_tokens"]

@@ -23,6 +23,7 @@ from pathlib import Path
 from statistics import median_high
 from typing import Any
 
+import pandas as pd
 import torch
 
 from pqcache.diagnostics.summary import PROMPT_SUFFIX, arrays_of
@@ -69,7 +70,7 @@ def rank_panels(arrays: Arrays, steps: int | None = None) -> list[Panel]:
     label = "rank by attention weight (1 = heaviest)"
     ends = (1.2 * float(shown.max()), 0.8)  # the heaviest at the top
     left = Panel(title, plots.joined(lines), "decode step", label, log="y", limits=ends)
-    share = plots.wide(torch.nanmean(stay, 1))
+    share = pd.DataFrame(torch.nanmean(stay, 1).numpy())
     text = "the first step's 64 heaviest prompt tokens"
     return [left, Panel(text, share, "decode step", "layer", kind="map", colour="share that still are")]
 
@@ -89,7 +90,7 @@ def _ranks_and_pages(request: FigureRequest) -> Path | None:
         shown = held[layer, head]
         cells = weights[layer, head][shown]
         relative = (cells / cells.max().clamp_min(1e-30)).clamp_min(FAINTEST)
-        values = plots.wide(relative, down=[str(page) for page in pages[layer, head][shown].tolist()])
+        values = pd.DataFrame(relative.numpy(), [str(page) for page in pages[layer, head][shown].tolist()])
         axes: dict[str, Any] = {"kind": "map", "log": "c", "scale": (FAINTEST, 1.0), "colour": label}
         panels.append(Panel(f"layer {layer}, head {head} ({name})", values, "token of the page", "page", **axes))
     text = (
@@ -131,7 +132,7 @@ def _score_map(request: FigureRequest) -> Path | None:
         starts = [arrays["scores"].shape[-1] / len(shown) * i for i in range(len(shown))]
         title, label = f"layer {layer}, head {head}", "attention score (largest of each part)"
         axes: dict[str, Any] = {"kind": "map", "log": "c", "colour": label, "scale": (1e-5, 1.0)}
-        panels.append(Panel(title, plots.wide(shown, starts, starts), "token", "query", **axes))
+        panels.append(Panel(title, pd.DataFrame(shown.numpy(), starts, starts), "token", "query", **axes))
     return plots.draw(panels, request.path, request.caption(), size=(4.4, 3.8))
 
 
@@ -149,7 +150,7 @@ def _prompt_kv(request: FigureRequest) -> Path | None:
         pairs = zip(sizes.shape, small.shape, strict=True)
         tokens, channels = ([i * whole / part for i in range(part)] for whole, part in pairs)
         scale = 0.0, float(small.flatten().quantile(BRIGHTEST))
-        values = plots.wide(small, tokens, channels)
+        values = pd.DataFrame(small.numpy(), tokens, channels)
         panels.append(Panel(name, values, "channel (all KV heads)", "token", "map", colour=f"|{name[0]}|", scale=scale))
     layer = f" Layer {int(maps['layer'])}, colours end at the {100 * BRIGHTEST:g} % quantile."
     return plots.draw(panels, request.path, request.caption() + layer, size=(5.2, 4.0))

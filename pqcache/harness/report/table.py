@@ -101,13 +101,10 @@ class Table:
         if most is not None:
             lines = [[text if len(text) <= most else f"{text[: most - 3]}..." for text in line] for line in lines]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        texts = [
-            "  ".join(
-                f"{text:{'<' if i < self.left else '>'}{width}}" for i, (text, width) in enumerate(zip(line, widths))
-            )
-            for line in lines
-        ]
-        return "\n".join(text.rstrip() for text in [texts[0], "  ".join("-" * width for width in widths), *texts[1:]])
+        lines.insert(1, ["-" * width for width in widths])
+        sides = [str.ljust] * self.left + [str.rjust] * (len(widths) - self.left)
+        rows = ([side(text, width) for side, text, width in zip(sides, line, widths)] for line in lines)
+        return "\n".join("  ".join(row).rstrip() for row in rows)
 
     def part(self, columns: Iterable[str]) -> Table:
         """The names of the lines and some of the other columns."""

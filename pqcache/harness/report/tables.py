@@ -7,10 +7,9 @@ from statistics import fmean
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
-from pqcache.harness.report.any_table import MEASURES
+from pqcache.harness.report.any_table import MEASURES, Record
 from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
 from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, decode_of, find_full, skipped_text
-from pqcache.harness.report.score_statistics import known_mean
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
 from pqcache.harness.tasks import task_class
 from pqcache.registry import method_class
@@ -34,16 +33,18 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     keys = varying_keys(plan)
     order = {budget: place for place, budget in enumerate(plan.budgets)}
     cells = sorted(plan.cells, key=lambda cell: -1 if cell.ignores_budget else order.get(cell.budgets[0], 0))
+    records = dict(zip(rows, frame(rows.values()).to_dict("records"), strict=True))
     body = []
     for cell in cells:
-        row = rows.get(cell.name)
         absent = [outcomes.get(cell.name, MISSING), *[""] * (len(COLUMNS) - 1)]
         budget = "" if cell.ignores_budget else ", ".join(f"{b} tokens" if b > 1 else f"{b:g}" for b in cell.budgets)
-        numbers = _measured(row, rows) if row is not None else absent
+        numbers = _measured(records[cell.name], rows) if cell.name in rows else absent
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
     empty = {"host MiB"} if not any((row["resident_bytes"] or {}).get("host") for row in rows.values()) else set()
-    empty |= {name for name, key in OF_METRICS.items() if all(_metric(row, key) is None for row in rows.values())}
+    empty |= {
+        title for title in OF_METRICS if all(MEASURES[OF_METRICS[title]].of(one) is None for one in records.values())
+    }
     table = table.part([column for column in COLUMNS if column not in empty])
     text = table.plain()
     if max(map(len, text.splitlines())) > (width or shutil.get_terminal_size((160, 24)).columns):
@@ -51,12 +52,8 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     return text
 
 
-def _metric(row: Row, key: str) -> float | None:
-    """A metric of a row, mean over its sub-tasks; None for tasks without it."""
-    return known_mean(task.get("metrics", {}).get(key) for task in (row["tasks"] or {}).values())
-
-
-def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
+def _measured(record: Record, rows: Mapping[str, Row]) -> list[str]:
+    row: Row = record["row"]
     is_full = row["method"] == "full"
     exact = all(content(other) for other in rows.values() if other["resident_bytes"])
     full = None if is_full or not exact else find_full(row, rows.values())
@@ -64,8 +61,7 @@ def _measured(row: Row, rows: Mapping[str, Row]) -> list[str]:
         number(row["score"]),
         "" if is_full else signed(row["paired_difference"]),
         "" if is_full else spread(row["paired_difference"], row["paired_interval"], signed) + of_samples(row),
-        number(_metric(row, "kl"), 4),
-        number(None if (fall := _metric(row, "fall")) is None else 100 * fall),
+        *(number(MEASURES[key].of(record), MEASURES[key].digits) for key in OF_METRICS.values()),
         number(row["attended_tokens"], 0) + budget_mark(row),
         *(_mebibytes(row, full, tier, exact) for tier in TIERS.values()),
         number(row["tt2t_s"], 3),
