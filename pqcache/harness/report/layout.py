@@ -47,11 +47,9 @@ def tables_of(table: Sequence[Entry], report: Options, best_of: Mapping[str, Seq
     if first := layout.get("lines"):
         table = sorted(table, key=lambda e: first.index(e.line) if e.line in first else len(first))
     best = _best(table, report, {name for names in best_of.values() for name in names})
-    places: dict[tuple, list[Entry]] = {}
-    for e in table:
-        places.setdefault(attrgetter(*rows, *columns, "model")(e), []).append(e)
-    rest = [key for key in KEYS if key not in (*rows, *columns)]
-    apart = [k for k in rest if k == "model" or any(len({getattr(e, k) for e in own}) > 1 for own in places.values())]
+    place = attrgetter(*rows, *columns, "model")
+    several = [key for key in KEYS if len({(place(e), getattr(e, key)) for e in table}) > len({*map(place, table)})]
+    apart = [key for key in KEYS if key in ("model", *several) and key not in (*rows, *columns)]
     parts: dict[str, list[Entry]] = {}
     for e in table:
         parts.setdefault(", ".join(text for k in apart if (text := _show(e, k))), []).append(e)
@@ -161,11 +159,8 @@ def _differences(entry: Entry) -> tuple[str, str, str, str]:
 def _best(table: Sequence[Entry], report: Options, candidates: set[str]) -> Best:
     """The best numbers among the lines that an entry is compared with."""
     ranked = [e for e in table if e.method not in NOT_RANKED and e.status != PRINTED]
-    budgets: dict[str, set[float | int | None]] = {}
-    for e in ranked:
-        budgets.setdefault(e.line, set()).add(e.budget)
-    # a budget is a setting where every ranked line has the same budgets
-    usual = "budget" if len({frozenset(own) for own in budgets.values()}) == 1 else "column"
+    budgets = {frozenset(e.budget for e in ranked if e.line == line) for line in {e.line for e in ranked}}
+    usual = "budget" if len(budgets) == 1 else "column"  # a setting where every ranked line has the same budgets
     rule = report.get("best") or ("none" if report.get("figure") else usual)
     if rule not in ("budget", "column", "none"):
         raise ValueError(f"report.best={rule}: allowed is budget, column, none")

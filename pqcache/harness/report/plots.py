@@ -300,12 +300,10 @@ def _map(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> N
 
 def _colour_bars(figure: Figure, axes: Sequence[Axes], panels: Sequence[Panel]) -> None:
     """One colour bar for all maps of one scale."""
-    alike: dict[Any, list[Axes]] = {}
-    for axis, panel in zip(axes, panels, strict=True):
-        if panel.kind == "map":
-            alike.setdefault((panel.colour, panel.scale), []).append(axis)
-    for (label, _), own in alike.items():
-        figure.colorbar(own[0].collections[0], ax=own, label=label)
+    maps = [((p.colour, p.scale), axis) for axis, p in zip(axes, panels, strict=True) if p.kind == "map"]
+    for colours in dict.fromkeys(of for of, _ in maps):
+        own = [axis for of, axis in maps if of == colours]
+        figure.colorbar(own[0].collections[0], ax=own, label=colours[0])
 
 
 PAINTERS = {"lines": _lines, "bars": _bars, "dots": _dots, "map": _map}
