@@ -118,7 +118,7 @@ def _sum_softmax(logits, g, m, first, weights):
     """Sums over g heads of their softmax over the first m columns of logits, for columns `first` and on: weights (count,)."""
     weights[:] = 0
     for a in range(g):
-        line = logits[a, :m]  # side by side, which is known of whole rows only
+        line = logits[a, :m]  # of a whole row: of a slice of columns numba would not know that numbers are side by side
         share = np.float32(1) / exponentials(line, largest(line), LEAST, 0)  # subnormal numbers rank, too
         ranked = line[first : first + weights.shape[0]]
         for i in range(weights.shape[0]):

@@ -26,6 +26,7 @@ WHOLE = {  # groups of channels that fill registers: their steps are applied the
     "kivi 8, whole": KIVI(bits=8, group=64, residual=64),
     "mikv, whole": MiKV(budget=mean_bits(6), gap=8, bits_high=8, group=32),
     "gear kivi, whole": GEAR(bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
+    "gear kivi, groups of four bytes": GEAR(bits=8, backbone="kivi", group=4, residual=4, outliers=0.1),
 }
 CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head dimension
     ([150, 150], 9, 3, 64),

@@ -61,11 +61,15 @@ def _per_byte(each, count, numbers, space):
     """The address of `count` numbers of groups; of small groups, of a number of each of their bytes, written to `space`."""
     if each >= _LONG:
         return numbers
-    source = floats(numbers, count)
-    for i in range(count):  # what is written too far, the next number covers
-        eight(space + 4 * i * each, source[i])
-        if each > 8:
-            eight(space + 4 * (i * each + each - 8), source[i])
+    source, out = floats(numbers, count), floats(space, count * each)
+    for i in range(count):
+        number = source[i]
+        if each >= 8:  # one store for eight bytes, where LLVM makes eight
+            eight(space + 4 * i * each, number)
+            eight(space + 4 * ((i + 1) * each - 8), number)
+        else:
+            for c in range(each):
+                out[i * each + c] = number
     return space
 
 
@@ -89,7 +93,7 @@ def products(bits: int, width: int, groups: int, heads: int, listed: int, stamp:
         if groups > 1:
             steps = _per_byte(each, count * groups, steps, space)
             lows = _per_byte(each, count * groups, lows, space + 4 * count * width)
-        elif per > 1 and listed == 0:
+        elif per > 1 and listed == 0:  # see `_in_place`
             q = floats(space, heads * width * per)
             for part in range(heads * per):
                 source, to = floats(query + 4 * part * width, width), floats(space + 4 * part * width, width)
@@ -107,11 +111,11 @@ def products(bits: int, width: int, groups: int, heads: int, listed: int, stamp:
                 s, l = step[loop], low[loop]  # noqa: E741
                 for c in range(loop * span, (loop + 1) * span):
                     for plane in range(per):
-                        x = _number(bits, row, c, plane, listed, width)
-                        if groups == 1:
-                            x = _in_place(bits, row, c, plane, listed, width)
-                        else:
+                        if groups > 1:
+                            x = _number(bits, row, c, plane, listed, width)
                             x = x * (step[c] if short else s) + (low[c] if short else l)
+                        else:
+                            x = _in_place(bits, row, c, plane, listed, width)
                         for a in range(heads):
                             sums = tuple_setitem(sums, a, sums[a] + q[(a * per + plane) * width + c] * x)
                         if many > 1:
