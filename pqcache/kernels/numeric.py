@@ -21,12 +21,14 @@ BACK = np.float32(2.0**-SCALE)
 NEGLIGIBLE = np.float32(-70)  # nats: a weight of less has no part in a sum of fp32, whatever the number of tokens
 LEAST = np.float32(-104)  # nats: an exponential of less is 0 in fp32
 
+_FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
 # what rows may hold -> a number whose type tells kernels so; fp16 only where the processor converts it, bfloat16 by its bits
 KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
-if "+f16c" in cpu_target.target_context.codegen().magic_tuple()[2] or platform.machine() in ("aarch64", "arm64"):
+if "+f16c" in _FEATURES or platform.machine() in ("aarch64", "arm64"):
     KINDS[torch.float16] = np.int16(0)
 FP32 = KINDS[torch.float32]
-PERMUTES = "+avx2" in cpu_target.target_context.codegen().magic_tuple()[2]  # whether the processor has `look_up`
+PERMUTES = "+avx2" in _FEATURES  # whether the processor looks numbers up in a table
+REGISTERS = 32 if "+avx512f" in _FEATURES else 16  # vectors of 512 bits, or shorter ones
 
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -175,53 +177,68 @@ def largest(line):
     return float_of(best ^ ((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-@_intrinsic
-def eight(typingctx, address, x):
-    """Write an fp32 number eight times from an address on."""
-
-    def generate(context, builder, signature, args):
-        kind = ir.VectorType(_FLOAT, 8)
-        one = builder.insert_element(ir.Constant(kind, ir.Undefined), args[1], _I32(0))
-        all_eight = builder.shuffle_vector(one, one, ir.Constant(ir.VectorType(_I32, 8), None))
-        builder.store(all_eight, builder.inttoptr(args[0], kind.as_pointer()), align=4)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.float32), generate
+def lanes_of(d: int, listed: int) -> int:
+    """Numbers that `decode` writes at a time. d: a multiple of 8."""
+    return 16 if REGISTERS == 32 and d % 16 == 0 and not listed else 8
 
 
-@_intrinsic
-def look_up(typingctx, source, table, out, width, bits):
-    """Write to `out` the fp32 numbers that 2- or 4-bit codes have in a table, by planes (packed/tiles.py); see PERMUTES.
+def _generate_decode(
+    typingctx: Any, source: Any, out: Any, steps: Any, lows: Any, table: Any, d: Any, bits: Any, groups: Any, listed: Any
+) -> Any:
+    """Write to `out` the d fp32 numbers that a token's codes of 2, 4 or 8 bits, the lowest first, stand for.
 
-    source: address of `width` bytes, a multiple of 8. table: that of 16 numbers, repeated where codes are fewer.
+    The first five are addresses, the others constants of the caller. With groups of channels, a number is code step + low of
+    its group. listed: 1 where codes are places in a table of 16 numbers, repeated where codes are fewer; see PERMUTES.
     """
+    signature = types.void(*[types.intp] * 5, d, bits, groups, listed)
+    d, bits, groups, listed = (number.literal_value for number in (d, bits, groups, listed))
+    lanes, each = lanes_of(d, listed), d // max(1, groups)
+    lane = range(lanes)
+    words, numbers = ir.VectorType(_I32, lanes), ir.VectorType(_FLOAT, lanes)
 
-    def generate(context, builder, signature, args):
-        source, table, out, width, bits = args
-        numbers, lanes, word = ir.VectorType(_FLOAT, 8), ir.VectorType(_I32, 8), ir.IntType(64)
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        source, out, steps, lows, table = args[:5]
 
-        def pointer(address, offset, kind):
-            return builder.inttoptr(builder.add(address, offset), kind.as_pointer())
+        def pointer(address: Any, offset: int, kind: Any) -> Any:
+            return builder.inttoptr(builder.add(address, ir.IntType(64)(offset)), kind.as_pointer())
 
-        def splat(x):
-            one = builder.insert_element(ir.Constant(lanes, ir.Undefined), x, _I32(0))
-            return builder.shuffle_vector(one, one, ir.Constant(lanes, None))
+        def load(address: Any, offset: int, kind: Any, count: int) -> Any:
+            return builder.load(pointer(address, offset, ir.VectorType(kind, count)), align=1)
 
-        kind = ir.FunctionType(numbers, [numbers, lanes])
-        permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
-        low, high = (builder.load(pointer(table, word(at), numbers), align=4) for at in (0, 32))
-        with cgutils.for_range_slice(builder, word(0), width, word(8), word) as (byte, _):
-            codes = builder.zext(builder.load(pointer(source, byte, ir.VectorType(_I8, 8)), align=1), lanes)
-            with cgutils.for_range(builder, builder.sdiv(word(8), bits), intp=word) as plane:
-                shift = builder.mul(plane.index, bits)
-                code = builder.lshr(codes, splat(builder.trunc(shift, _I32)))
-                upper = builder.icmp_signed("<", builder.shl(code, splat(_I32(28))), ir.Constant(lanes, None))
-                found = builder.select(upper, *(builder.call(permute, [half, code]) for half in (high, low)))
-                place = builder.shl(builder.add(builder.mul(plane.index, width), byte), word(2))
-                builder.store(found, pointer(out, place, numbers), align=4)
+        def spread(x: Any, places: Any) -> Any:
+            return builder.shuffle_vector(x, x, ir.Constant(words, list(places)))
+
+        def numbers_at(code: Any, offset: int) -> Any:
+            kind = ir.FunctionType(numbers, [numbers, words])
+            permute = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.avx2.permps")
+            return builder.call(permute, [load(table, offset, _FLOAT, lanes), code])
+
+        for first in range(0, d, lanes):
+            if bits == 8:
+                code = builder.zext(load(source, first, _I8, lanes), words)
+            else:  # a word, or what fills one, for as many lanes as have their codes in it
+                count, size = max(1, lanes * bits // 32), min(32, lanes * bits)
+                word = load(source, first * bits // 8, ir.IntType(size), count)
+                word = word if size == 32 else builder.zext(word, ir.VectorType(_I32, count))
+                code = spread(word, (i * count // lanes for i in lane))
+                code = builder.lshr(code, ir.Constant(words, [i * bits % 32 for i in lane]))
+                code = builder.and_(code, ir.Constant(words, [(1 << bits) - 1] * lanes))
+            if listed:
+                upper = builder.icmp_unsigned(">", code, ir.Constant(words, [7] * lanes))
+                number = builder.select(upper, numbers_at(code, 32), numbers_at(code, 0))
+            else:
+                number = builder.sitofp(code, numbers)
+            if groups:
+                count, at = max(1, lanes // each), 4 * (first // each)
+                step, low = (spread(load(x, at, _FLOAT, count), (i // each for i in lane)) for x in (steps, lows))
+                number = builder.fadd(builder.fmul(number, step, flags=["contract"]), low, flags=["contract"])
+            builder.store(number, pointer(out, 4 * first, numbers), align=4)
         return context.get_dummy_value()
 
-    return types.void(*[types.intp] * 5), generate
+    return signature, generate
+
+
+decode: Any = intrinsic(prefer_literal=True)(_generate_decode)
 
 
 @_intrinsic

@@ -21,7 +21,7 @@ import torch
 
 from pqcache.kernels import launch
 from pqcache.kernels.launch import kernel, run
-from pqcache.kernels.numeric import PERMUTES, floats
+from pqcache.kernels.numeric import PERMUTES, floats, lanes_of
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -157,9 +157,10 @@ def _merge(lines, parts, high, mass, out, lse):
 def _read_as(codes: Codes) -> int:
     """Bits of a code as the tiles read it: in place, where steps and lows act on whole bytes, else decoded."""
     groups = 1 if codes.token_step is None else codes.token_step.shape[3]
-    whole = codes.bits in READ and codes.d // groups * codes.bits % 8 == 0
+    lanes, each = lanes_of(codes.d, 0), codes.d // groups
+    whole = codes.bits in READ and (each % lanes == 0 or lanes % each == 0)
     if codes.table is not None:
-        whole = PERMUTES and codes.bits in (2, 4) and groups == 1 and codes.d * codes.bits % 64 == 0
+        whole = PERMUTES and codes.bits in (2, 4) and groups == 1
     return codes.bits if whole else 32
 
 
@@ -194,8 +195,7 @@ def _stream(codes: Codes, loop: Callable[..., Callable[..., None]], heads: int) 
     groups = 0 if codes.token_step is None else codes.token_step.shape[3]
     read = _read_as(codes)
     listed = int(codes.table is not None and read == codes.bits)
-    loops = groups if groups and read == codes.bits else 1
-    tile = compiled(loop, read, codes.d * min(read, 8) // 8, loops, heads, listed)
+    tile = compiled(loop, read, codes.d, groups if groups > 1 and read == codes.bits else 0, heads, listed)
     return (
         codes.bits, codes.d, read, tile.address, 0 if codes.table is None else codes.table.data_ptr(),
         codes.codes.data_ptr(), *strides,

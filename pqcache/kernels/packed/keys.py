@@ -22,7 +22,6 @@ from pqcache.kernels.packed.memory import (
     SUMS,
     code_at,
     half_at,
-    planes,
     position_at,
     read_channels,
     read_factors,
@@ -33,12 +32,11 @@ from pqcache.kernels.packed.tiles import LINE, TILE, call
 
 @numba.njit(nogil=True)
 def read_query(k, q, heads, mem):
-    """A block's queries q (heads, d): by planes, and with heads side by side."""
-    per, width = planes(k)
+    """A block's queries q (heads, d), also with heads side by side."""
     query, beside = floats(mem[QUERY], (len(heads), k.d)), floats(mem[BESIDE_QUERY], (k.d, len(heads)))
     for a in range(len(heads)):
         for j in range(k.d):
-            query[a, j % per * width + j // per] = beside[j, a] = q[a, j]
+            query[a, j] = beside[j, a] = q[a, j]
 
 
 @numba.njit(nogil=True, fastmath=FAST)

@@ -37,19 +37,19 @@ STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
 LOGITS = 0  # (heads, LINE); later the probabilities
 BESIDE = 1  # (TILE, heads): the probabilities, a token's heads side by side
 AHEAD = 2  # (WINDOW, heads): what outliers add to the logits of this tile and the next ones
-NUMBERS = 3  # (TILE, d): what codes stand for, or (2, TILE, bytes): a step and a low of each byte
+NUMBERS = 3  # (TILE, d), or of a few tokens: what codes stand for
 STEPS, LOWS = 4, 5  # (TILE, groups): of the tile's tokens
-CHANNELS = 6  # (2, d): steps (1 where there are none) and lows of a segment's channels, by planes
-QUERY = 7  # (heads, d), by planes
+CHANNELS = 6  # (2, d): steps (1 where there are none) and lows of a segment's channels
+QUERY = 7  # (heads, d)
 FOLDED = 8  # (heads, d): times the segment's steps
-BESIDE_QUERY = 9  # (d, heads): a channel's heads side by side, channels in order
+BESIDE_QUERY = 9  # (d, heads): a channel's heads side by side
 SUMS = 10  # (2, heads): of the query times the segment's lows, of the folded query
 FACTORS = 11  # (rank, TILE): low-rank factors of the tile's tokens
 SEEN = 12  # (rank, heads): the query times the other factor of the block
 ONE = 13  # (d,)
 CURSOR = 14  # (d,) int32: each channel's next outlier
 NEAR = 15  # (d,): what the code stands for that outliers of a channel have in their places, where it is one
-ADDED = 16  # what a task adds up begins here: (heads, d) weighted codes, by planes
+ADDED = 16  # what a task adds up begins here: (heads, d) weighted codes
 DENSE = 17  # (heads, d): the low-rank part
 SPARSE = 18  # (d, heads): outliers' differences
 WEIGHTED = 19  # (heads,): weighted lows of tokens with one group
@@ -63,7 +63,7 @@ def sizes_of(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
     ahead = WINDOW * heads if k["outliers"].any() else 0
     tile = TILE * groups
     return np.array([
-        heads * LINE, TILE * heads, ahead, 2 * TILE * d, tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
+        heads * LINE, TILE * heads, ahead, TILE * d, tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
         rank * TILE, rank * heads, d, d, d, heads * d, heads * d, d * heads, heads, rank * heads, heads, heads,
     ], np.int64)  # fmt: skip
 
@@ -77,13 +77,6 @@ def laid_out(base, sizes, lines):
             out[line, i] = base
             base += (sizes[i] * 4 + 63) // 64 * 64
     return out
-
-
-@numba.njit(nogil=True)
-def planes(stream):
-    """Codes in a byte, and bytes of a token, or numbers: see tiles.py."""
-    per = 1 if stream.read == 32 else 8 // stream.read
-    return per, stream.d // per
 
 
 @numba.njit(nogil=True)
@@ -111,29 +104,15 @@ def position_at(positions, size, entry):
     return np.int64(at(positions + 4 * entry, 1, np.int32(0))[0])
 
 
-@numba.njit(nogil=True, inline="always")
-def _by_planes(per, source, d, line):
-    """Fill `line` with the fp16 numbers of d channels, by planes. per: a constant to the compiler."""
-    halves, width = at(source, d, np.int16(0)), d // per
-    for plane in range(per):
-        for c in range(width):
-            line[plane * width + c] = half(halves[c * per + plane])
-
-
 @numba.njit(nogil=True)
 def read_channels(stream, offset, mem):
-    """A segment's channel steps and lows, by planes; their place is `offset` bytes from the first ones."""
-    per, _ = planes(stream)
+    """A segment's channel steps and lows; their place is `offset` bytes from the first ones."""
     for which, source in enumerate((stream.channel_step, stream.channel_low)):
         line = floats(mem[CHANNELS] + 4 * which * stream.d, stream.d)
-        if not source:
-            line[:] = 1 - which
-        elif per == 1:
+        if source:
             widen(source + offset, line)
-        elif per == 2:
-            _by_planes(2, source + offset, stream.d, line)
         else:
-            _by_planes(4, source + offset, stream.d, line)
+            line[:] = 1 - which
 
 
 @numba.njit(nogil=True)

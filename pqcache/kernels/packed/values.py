@@ -21,7 +21,6 @@ from pqcache.kernels.packed.memory import (
     STEPS,
     WEIGHTED,
     code_at,
-    planes,
     position_at,
     read_channels,
     read_factors,
@@ -142,18 +141,16 @@ def end_block(v, row, head, block, heads, mem):
 
 @numba.njit(nogil=True, fastmath=FAST)
 def result(v, row, head, heads, mem, out):
-    """All that was added up, for channels in order, times their step: out (heads, d), to be divided by the sums' mass."""
-    per, width = planes(v)
+    """All that was added up, times the channels' steps: out (heads, d), to be divided by the sums' mass."""
     codes, dense = floats(mem[ADDED], (len(heads), v.d)), floats(mem[DENSE], (len(heads), v.d))
     sparse, weighted = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[WEIGHTED], len(heads))
     mass, lines = floats(mem[MASS], len(heads)), floats(mem[CHANNELS], (2, v.d))
     read_channels(v, row * v.channel_row + head * v.channel_head, mem)
     for a in range(len(heads)):
         for j in range(v.d):
-            place = j % per * width + j // per
-            value = codes[a, place] + weighted[a]
+            value = codes[a, j] + weighted[a]
             if v.rank:
                 value += dense[a, j]
             if v.outliers:
                 value += sparse[j, a]
-            out[a, j] = value * lines[0, place] + mass[a] * lines[1, place]
+            out[a, j] = value * lines[0, j] + mass[a] * lines[1, j]
