@@ -155,10 +155,15 @@ def read_tile(stream, row, head, start, count, mem):
 
 @numba.njit(nogil=True)
 def read_factors(stream, row, head, start, count, mem):
-    """The low-rank factors of a tile's tokens, by rank."""
-    factors = floats(mem[FACTORS], (stream.rank, TILE))
+    """The low-rank factors of a tile's tokens, by rank. Codes that were written to NUMBERS are lost."""
+    rank, size = stream.rank, count * stream.rank
+    factors, line = floats(mem[FACTORS], rank * TILE), floats(mem[NUMBERS], size)
     address = stream.a + row * stream.a_row + head * stream.a_head + start * stream.a_token
-    for i in range(count):
-        halves = at(address + i * stream.a_token, stream.rank, np.int16(0))
-        for r in range(stream.rank):
-            factors[r, i] = half(halves[r])
+    if stream.a_token == 2 * rank:
+        widen(address, line)
+    else:
+        for i in range(count):
+            widen(address + i * stream.a_token, line[i * rank : (i + 1) * rank])
+    for r in range(rank):
+        for i in range(count):
+            factors[r * TILE + i] = line[i * rank + r]

@@ -1,12 +1,8 @@
-"""Products of query heads with packed codes, and their weighted sums: codes are unpacked in registers only.
+"""Products of query heads with packed codes, and their weighted sums: a few tokens are decoded at a time, into the nearest cache.
 
-A byte holds 1, 2 or 4 codes, `per` of them. Queries and sums have their channels in the order of planes: first the channels whose
-codes are the lowest in their bytes, then the next ones. So a loop over bytes meets channels side by side in every plane. Codes of
-32 bits are the numbers themselves.
-
-Each loop is compiled apart for the bits of a code, the bytes of a token, its groups of channels and the query heads of a block,
-when codes like that are first met: loops of unknown length would spend half their time on their ends, and one kernel with all of
-them would take long to compile. The kernel calls them by their addresses.
+Each loop is compiled apart for the bits of a code, the channels of a token, their groups and the query heads of a block, when
+codes like that are first met: loops of unknown length would spend half their time on their ends, and one kernel with all of
+them would take long to compile. The kernel calls them by their addresses. Codes of 32 bits are the numbers themselves.
 """
 
 from collections.abc import Callable
@@ -20,7 +16,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from pqcache.kernels.launch import STAMP
-from pqcache.kernels.numeric import FAST, REGISTERS, decode, fetch, floats, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import FAST, REGISTERS, decode, dots, fetch, floats, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -29,13 +25,17 @@ READ = (2, 4, 8, 32)  # bits of codes that are read in place
 
 
 @numba.njit(nogil=True, inline="always")
-def _read(bits, d, groups, listed, address, stride, i, last, steps, lows, table, space):
-    """Token i's numbers, or those that its codes stand for, which are written to `space`. There is none after the last."""
-    i = min(i, last)
-    if bits == 32:
-        return floats(address + i * stride, d)
-    decode(address + i * stride, space, steps + 4 * i * groups, lows + 4 * i * groups, table, d, bits, groups, listed)
-    return floats(space, d)
+def _rows(rows, bits, d, groups, listed, address, stride, i, last, steps, lows, table, space):
+    """Where the numbers of tokens from i on are, or what their codes stand for, written to `space`; none is after the last."""
+    for t in range(len(rows)):
+        token, row = min(i + t, last), space + 4 * t * d
+        step, low, codes = steps + 4 * token * groups, lows + 4 * token * groups, address + token * stride
+        if bits == 32:
+            row = codes
+        else:
+            decode(codes, row, step, low, table, d, bits, groups, listed)
+        rows = tuple_setitem(rows, t, row)
+    return rows
 
 
 def products(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str) -> Callable[..., None]:
@@ -45,34 +45,18 @@ def products(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str
     values are fetched meanwhile: the processor fetches on its own only within a page of memory, and a tile fills a few.
     listed: 1 where codes stand for the numbers of a table.
     """
-    many = 4 if REGISTERS == 32 else 2  # tokens at a time: their sums fit the registers
-    zeros = (np.float32(0),) * (heads * many)
+    many = REGISTERS // 8  # tokens at a time: all sums fill half of the registers
+    nowhere, zeros = (0,) * many, (np.float32(0),) * heads
 
-    def run(address, stride, count, steps, lows, space, query, out_at, keys, key_size, values, value_size, table):
+    def run(address, stride, count, steps, lows, space, query, out, keys, key_size, values, value_size, table):
         stamp  # noqa: B018
         whole_registers()
-        q, out, last = floats(query, heads * d), floats(out_at, heads * LINE), count - 1
         for i in range(0, count, many):
             fetch(keys + i * key_size, many * key_size)
             fetch(values + i * value_size, many * value_size)
-            x0 = _read(bits, d, groups, listed, address, stride, i, last, steps, lows, table, space)
-            x1 = _read(bits, d, groups, listed, address, stride, i + 1, last, steps, lows, table, space + 4 * d)
-            x2 = x3 = x0
-            if many == 4:
-                x2 = _read(bits, d, groups, listed, address, stride, i + 2, last, steps, lows, table, space + 8 * d)
-                x3 = _read(bits, d, groups, listed, address, stride, i + 3, last, steps, lows, table, space + 12 * d)
-            sums = zeros
-            for c in range(d):
-                for a in range(heads):
-                    number, b = q[a * d + c], a * many
-                    sums = tuple_setitem(sums, b, sums[b] + number * x0[c])
-                    sums = tuple_setitem(sums, b + 1, sums[b + 1] + number * x1[c])
-                    if many == 4:
-                        sums = tuple_setitem(sums, b + 2, sums[b + 2] + number * x2[c])
-                        sums = tuple_setitem(sums, b + 3, sums[b + 3] + number * x3[c])
-            for a in range(heads):
-                for t in range(many):
-                    out[a * LINE + i + t] = sums[a * many + t]
+            last = count - 1
+            rows = _rows(nowhere, bits, d, groups, listed, address, stride, i, last, steps, lows, table, space)
+            dots(rows, query, out + 4 * i, 4 * LINE, zeros, d)
 
     return run
 
@@ -82,23 +66,21 @@ def weighted(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str
 
     p (heads, LINE) is 0 from `count` up to a multiple of 4. Otherwise as `products`.
     """
-    zeros = (np.float32(0),) * heads
+    nowhere, zeros = (0,) * 4, (np.float32(0),) * heads
 
     def run(address, stride, count, steps, lows, space, weights, out_at, table):
         stamp  # noqa: B018
         whole_registers()
         out, p, last = floats(out_at, heads * d), floats(weights, heads * LINE), count - 1
         for i in range(0, count, 4):
-            x0 = _read(bits, d, groups, listed, address, stride, i, last, steps, lows, table, space)
-            x1 = _read(bits, d, groups, listed, address, stride, i + 1, last, steps, lows, table, space + 4 * d)
-            x2 = _read(bits, d, groups, listed, address, stride, i + 2, last, steps, lows, table, space + 8 * d)
-            x3 = _read(bits, d, groups, listed, address, stride, i + 3, last, steps, lows, table, space + 12 * d)
+            rows = _rows(nowhere, bits, d, groups, listed, address, stride, i, last, steps, lows, table, space)
+            x0, x1, x2, x3 = floats(rows[0], d), floats(rows[1], d), floats(rows[2], d), floats(rows[3], d)
             p0 = p1 = p2 = p3 = zeros
             for a in range(heads):
                 p0, p1 = tuple_setitem(p0, a, p[a * LINE + i]), tuple_setitem(p1, a, p[a * LINE + i + 1])
                 p2, p3 = tuple_setitem(p2, a, p[a * LINE + i + 2]), tuple_setitem(p3, a, p[a * LINE + i + 3])
             for c in range(d):
-                y0, y1, y2, y3 = x0[c], x1[c], x2[c], x3[c]
+                y0, y1, y2, y3 = x0[c], x1[c], x2[c], x3[c]  # read once, since `out` might overlap them
                 for a in range(heads):
                     out[a * d + c] += p0[a] * y0 + p1[a] * y1 + p2[a] * y2 + p3[a] * y3
 
@@ -106,9 +88,7 @@ def weighted(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str
 
 
 @cache
-def compiled(
-    make: Callable[..., Callable[..., None]], bits: int, d: int, groups: int, heads: int, listed: int
-) -> Any:
+def compiled(make: Callable[..., Callable[..., None]], bits: int, d: int, groups: int, heads: int, listed: int) -> Any:
     """`products` or `weighted` of these constants, compiled; its `address` is what `call` takes."""
     function = make(bits, d, groups, heads, listed, STAMP)
     signature = types.void(*[types.intp] * function.__code__.co_argcount)
