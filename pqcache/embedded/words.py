@@ -21,11 +21,6 @@ _EVAL_SHARE = 0.25
 _NAME_BEGINNINGS, _VALUE_BEGINNINGS, _ENDINGS = 160, 320, 64
 
 
-def is_eval_word(word: str) -> bool:
-    """True for words kept for evaluation; decided by the word's hash alone, upper and lower case alike."""
-    return hashlib.sha256(word.lower().encode()).digest()[0] < 256 * _EVAL_SHARE
-
-
 @dataclass(frozen=True)
 class Words:
     """Evaluation words, sorted. Names are capitalised, values lower-case; regardless of case no word is in both."""
@@ -51,6 +46,9 @@ def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}
     values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]
-    return Words(
-        names_eval=tuple(w for w in names if is_eval_word(w)), values_eval=tuple(w for w in values if is_eval_word(w))
+    # a word's hash alone decides whether it is kept, upper and lower case alike
+    kept = (
+        tuple(w for w in of if hashlib.sha256(w.lower().encode()).digest()[0] < 256 * _EVAL_SHARE)
+        for of in (names, values)
     )
+    return Words(*kept)

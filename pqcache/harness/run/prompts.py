@@ -186,7 +186,7 @@ class Reader:
             rules["stop_token"] = stop_token
         if beside_full := bool(settings.get("beside_full")):
             rules["beside_full"] = True
-        begin, before = _beginning(request), _before(request)
+        before, begin = _around(request)
         if settings.get("conversation"):
             rules["turns"] = list(request.doc["turns_after"])
         side = [loaded.name, loaded.old_weights, loaded.chat, loaded.system, loaded.max_length]
@@ -227,7 +227,8 @@ class Reader:
     def whole(self, request: Instance) -> str:
         """All that the model reads of a prompt."""
         task, (prompt, settings) = str(request.task_name), request.args
-        return self._wrapped(task, prompt, _before(request), dict(settings))[0] + _beginning(request)
+        before, begin = _around(request)
+        return self._wrapped(task, prompt, before, dict(settings))[0] + begin
 
     def _facts(
         self, ids: list[int], rules: dict[str, Any], question: int, wrapper: str, cut: Any, sha256: str, end: str
@@ -279,7 +280,7 @@ class Reader:
         if self.tokens is not None:
             ids, first, prefill = self.tokens(request.doc)
             return [self._text(request, (request.idx,), ids, first, prefill, "none")]
-        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]), _before(request))
+        ids, first, question = self._pair(str(request.args[0]), str(request.args[1]), _around(request)[0])
         prefill = max(1, first - max(1, question))
         return [self._text(request, (request.idx,), ids, first, prefill, self.loaded.wrapper())]
 
@@ -365,14 +366,11 @@ class Reader:
             raise TooLong(f"{task} sample {doc_id}: {needs} exceed the {self.limit} tokens {self.limit_reason}")
 
 
-def _beginning(request: Instance) -> str:
-    """What the document gives of the model's turn."""
-    return str(request.doc["answer_prefix"]) if request.args[1].get("begin_answer") else ""
-
-
-def _before(request: Instance) -> Before:
-    """The turns of a chat before the document's prompt."""
-    return list(request.doc.get("turns_before") or []) if isinstance(request.doc, Mapping) else []
+def _around(request: Instance) -> tuple[Before, str]:
+    """The turns of a chat before the document's prompt, and what the document gives of the model's turn."""
+    before = list(request.doc.get("turns_before") or []) if isinstance(request.doc, Mapping) else []
+    begins = isinstance(request.args[1], Mapping) and request.args[1].get("begin_answer")
+    return before, str(request.doc["answer_prefix"]) if begins else ""
 
 
 def _stops(settings: Settings, decode: DecodeOptions) -> list[str]:
