@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from pqcache.harness.run import adapter, sharing, units
 from pqcache.selective import record
-from tests.harness.cells import Capture, Command, Patch, watch
+from tests.harness.cells import Capture, Command, Patch, planned, watch
 from tests.harness.in_process import InProcess
 
 SWEEP = ("-m", "method=full,oracle,snapkv,infllm", "budget=0.3", "limit=7")
@@ -103,6 +103,20 @@ def test_a_cell_that_fails_at_a_shared_prompt_shares_the_others(
     said = capsys.readouterr().err
     assert said.count("shared prefills") == said.count("sample 1 fails in snapkv") == 1
     assert timed(tmp_path / "out") == {("snapkv", 1)}
+
+
+def test_one_rule_says_whether_cells_share(tiny: Path, tmp_path: Path) -> None:
+    """The plan has none, and units for workers follow the one of this machine."""
+
+    def shares(*words: str) -> bool:
+        typed = ["model=hf", f"model.path={tiny}", "task.length=256", f"out={tmp_path}", *words]
+        (group,) = units.groups(planned(typed).cells)
+        shared = [unit.shared for unit in units.ranges(group, documents=9, tasks=1, workers=2) if not unit.timed]
+        assert set(shared) == {"yes" if units.may_share(group) else "no"}
+        return units.may_share(group)
+
+    assert not shares("method=full") and not shares("-m", "method=full,oracle", "shared_prefill=false")
+    assert shares("-m", "method=full,oracle") and shares("method=snapkv", "decode.temperature=1", "decode.samples=2")
 
 
 def test_a_recording_goes_where_it_fits(tiny: Path, monkeypatch: Patch) -> None:
