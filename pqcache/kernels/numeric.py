@@ -29,7 +29,7 @@ if "+f16c" in _FEATURES or platform.machine() in ("aarch64", "arm64"):
     KINDS[torch.float16] = np.int16(0)
 FP32 = KINDS[torch.float32]
 PERMUTES = "+avx2" in _FEATURES  # whether the processor looks numbers up in a table
-REGISTERS = 32 if "+avx512f" in _FEATURES else 16  # vectors of 512 bits, or shorter ones
+_LONGEST = 16 if "+avx512f" in _FEATURES else 8  # fp32 numbers in a vector register
 
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
@@ -178,9 +178,9 @@ def largest(line):
     return float_of(best ^ ((best >> np.int32(31)) & np.int32(0x7FFFFFFF)))
 
 
-def lanes_of(d: int, listed: int) -> int:
-    """Numbers that `decode` writes at a time. d: a multiple of 8."""
-    return 16 if REGISTERS == 32 and d % 16 == 0 and not listed else 8
+def lanes_of(d: int, listed: int = 0) -> int:
+    """Numbers that `decode` writes and `dots` multiplies at a time. d: a multiple of 8."""
+    return 8 if d % 16 or listed else _LONGEST
 
 
 def _generate_decode(
@@ -245,10 +245,10 @@ decode: Any = intrinsic(prefer_literal=True)(_generate_decode)
 def _generate_dots(typingctx: Any, rows: Any, query: Any, out: Any, line: Any, heads: Any, d: Any) -> Any:
     """Write q_a . x_t to the fp32 numbers out + line a + 4 t, for a few rows x_t of d numbers and len(heads) queries.
 
-    rows: their addresses, 2^n of them; query: address of (heads, d); d: a constant of the caller. All sums are halved
-    together: LLVM would halve each alone, with three times as many instructions, as many as the products take.
+    rows: their addresses; query: address of (heads, d); d: a constant of the caller. rows times heads is a power of two, at
+    most `lanes_of`. All sums are halved together: LLVM would halve each alone, which takes as long as the products.
     """
-    lanes, many, count = lanes_of(d.literal_value, 0), rows.count, rows.count * heads.count
+    lanes, many, count = lanes_of(d.literal_value), rows.count, rows.count * heads.count
     numbers, word = ir.VectorType(_FLOAT, lanes), ir.IntType(64)
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -263,8 +263,6 @@ def _generate_dots(typingctx: Any, rows: Any, query: Any, out: Any, line: Any, h
             lane = [i ^ crossed * width | (lanes if i & width else 0) for i in range(lanes)]
             return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, lanes), lane))
 
-        for total in totals:
-            builder.store(ir.Constant(numbers, None), total)
         with cgutils.for_range_slice(builder, word(0), word(4 * d.literal_value), word(4 * lanes), word) as (at, _):
             x = [load(start, at) for start in starts]
             for i, total in enumerate(totals):

@@ -157,7 +157,7 @@ def _merge(lines, parts, high, mass, out, lse):
 def _read_as(codes: Codes) -> int:
     """Bits of a code as the tiles read it: in place, where steps and lows act on whole bytes, else decoded."""
     groups = 1 if codes.token_step is None else codes.token_step.shape[3]
-    lanes, each = lanes_of(codes.d, 0), codes.d // groups
+    lanes, each = lanes_of(codes.d), codes.d // groups
     whole = codes.bits in READ and (each % lanes == 0 or lanes % each == 0)
     if codes.table is not None:
         whole = PERMUTES and codes.bits in (2, 4) and groups == 1

@@ -63,7 +63,7 @@ def sizes_of(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
     ahead = WINDOW * heads if k["outliers"].any() else 0
     tile = TILE * groups
     return np.array([
-        heads * LINE, TILE * heads, ahead, TILE * d, tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
+        heads * LINE, TILE * heads, ahead, TILE * max(d, rank), tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
         rank * TILE, rank * heads, d, d, d, heads * d, heads * d, d * heads, heads, rank * heads, heads, heads,
     ], np.int64)  # fmt: skip
 

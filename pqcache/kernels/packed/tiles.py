@@ -16,7 +16,7 @@ from numba.core import cgutils, types
 from numba.extending import intrinsic
 
 from pqcache.kernels.launch import STAMP
-from pqcache.kernels.numeric import FAST, REGISTERS, decode, dots, fetch, floats, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import FAST, decode, dots, fetch, floats, lanes_of, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -45,7 +45,7 @@ def products(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str
     values are fetched meanwhile: the processor fetches on its own only within a page of memory, and a tile fills a few.
     listed: 1 where codes stand for the numbers of a table.
     """
-    many = REGISTERS // 8  # tokens at a time: all sums fill half of the registers
+    many = lanes_of(d) // MOST_HEADS  # tokens at a time: all sums fill one register
     nowhere, zeros = (0,) * many, (np.float32(0),) * heads
 
     def run(address, stride, count, steps, lows, space, query, out, keys, key_size, values, value_size, table):
