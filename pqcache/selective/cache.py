@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from transformers import Cache, PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import DummyLayer
 
 from pqcache.kernels.scaling import described, is_plain
 from pqcache.selective import hybrid
@@ -70,7 +69,7 @@ class SelectiveCache(Request):
         if self.window is not None and method.serves_windows:
             self.served = [WindowedLayer(i, self.shape, self.window) for i in range(self.shape.n_layers)]
             self.window = None
-        every: list[Any] = [DummyLayer() for _ in windows(config)]  # what has no attention
+        every: list[Any] = [hybrid.Absent() for _ in windows(config)]  # what has no attention
         for place in set(attending(config)).difference(served(config)):
             every[place] = SlidingLayer(place, self.shape, windows(config)[place] or 0)
         for place, layer in zip(served(config), self.served, strict=True):

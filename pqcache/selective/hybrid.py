@@ -1,7 +1,7 @@
 """What layers of linear attention, of a convolution and of a state-space model keep, in hybrid models.
 
 It does not grow with the prompt, and no method serves it. transformers' own layer objects hold it: `Cache.states` has one per
-decoder layer, a DummyLayer where a layer has nothing but attention. The models reach them by the cache that they are given.
+decoder layer, an `Absent` where a layer has nothing but attention. The models reach them by the cache that they are given.
 """
 
 from __future__ import annotations
@@ -12,17 +12,33 @@ from typing import Any
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from pqcache.selective.shape import BOTH, STATE
+from pqcache.selective.shape import BOTH, STATE, NotApplicable
+
+READS_STATES = hasattr(Cache, "get_conv_state")  # models ask the cache for their states; in 5.17 they ask its layers
+
+
+class Absent:
+    """Holds a decoder layer's place where it keeps nothing, as transformers' DummyLayer, which 5.17 does not have."""
+
+    keys = values = None
+    is_initialized = is_compileable = is_croppable = True
+    supports_early_init = False
+
+    def _nothing(self, *args: Any, **kwargs: Any) -> Any: ...
+
+    offload = prefetch = reset = crop = reorder_cache = _nothing
 
 
 def empty(config: PreTrainedConfig) -> Cache | None:
     """Empty states for a text model of this configuration; None if none of its layers has one."""
     if not {*BOTH, *STATE} & {*(getattr(config, "layer_types", None) or ())}:
         return None
+    if not READS_STATES:
+        raise NotApplicable(f"model {config.model_type}: layers with a state need a newer transformers")
     layers = DynamicCache(config=config).layers
-    return Cache([layer if isinstance(layer, LinearAttentionCacheLayerMixin) else DummyLayer() for layer in layers])
+    return Cache([layer if isinstance(layer, LinearAttentionCacheLayerMixin) else Absent() for layer in layers])
 
 
 def tensors(states: Cache | None) -> list[torch.Tensor]:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 from baselines import infinigen
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach, generate, record
-from pqcache.selective.hybrid import tensors
+from pqcache.selective.hybrid import READS_STATES, tensors
 from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.shape import served
@@ -29,7 +29,9 @@ WINDOWS: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "sdpa",
 }  # fmt: skip
 # convolutions; gated attention; attention beside a state in each layer; no rotation; one module per layer; three states a layer
-HYBRID = ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear")
+HYBRID = (
+    () if not READS_STATES else ("lfm2", "qwen3_next", "falcon_h1", "granitemoehybrid", "nemotron_h", "kimi_linear")
+)
 OPTIONS = {family.kind: {**SMALL, **family.options} for family in FAMILIES if family.kind in HYBRID}
 OPTIONS |= dict.fromkeys(SLIDING, WINDOWS)
 OPTIONS |= dict.fromkeys(ALL_SLIDE, {key: value for key, value in WINDOWS.items() if key != "layer_types"})
