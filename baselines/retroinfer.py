@@ -29,6 +29,7 @@ import torch.nn.functional as F
 
 from pqcache.fields import Positive, Share
 from pqcache.kernels.scaling import capped
+from pqcache.pq.kmeans import summed
 from pqcache.selective.attention import Part, merge
 from pqcache.selective.budget import Plan, floor_share, window_plan
 from pqcache.selective.column_sums import accumulator_dtype
@@ -80,8 +81,10 @@ def nearest(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
 
 def moved(x: torch.Tensor, means: torch.Tensor, codes: torch.Tensor, unit: bool = False) -> torch.Tensor:
     """Each cluster's mean, of length 1 if `unit`; an empty one stays: x (G, t, d), codes (G, t), means (G, C, d)."""
-    counts = torch.zeros_like(means[..., :1]).scatter_add_(1, codes[..., None], torch.ones_like(x[..., :1]))
-    new = torch.zeros_like(means).scatter_add_(1, codes[..., None].expand_as(x), x) / counts.clamp_min(1)
+    groups, c = len(means), means.shape[1]
+    flat = (codes + torch.arange(groups, device=codes.device)[:, None] * c).reshape(-1)
+    counts = torch.bincount(flat, minlength=groups * c).view(groups, c, 1)
+    new = summed(x.flatten(0, 1), flat, groups * c).view_as(means) / counts.clamp_min(1)
     return torch.where(counts > 0, F.normalize(new, dim=-1) if unit else new, means)
 
 

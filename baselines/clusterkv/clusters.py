@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
-from pqcache.pq.kmeans import FEW, assign, initial_positions
+from pqcache.pq.kmeans import FEW, assign, initial_positions, summed
 
 DISTANCES = ("cosine", "l2", "ip")
 INITS = ("random", "repeated", "plusplus")
@@ -79,7 +79,7 @@ class _Points:
         """The same, (G, N), and each cluster's mean (G, C, d) and size (G, C). The mean of an empty cluster has no meaning."""
         codes, c = self.codes(centroids), centroids.shape[1]
         flat = (codes + torch.arange(len(codes), device=codes.device)[:, None] * c).reshape(-1)
-        sums = torch.zeros_like(centroids).flatten(0, 1).index_add_(0, flat, self.keys.flatten(0, 1))
+        sums = summed(self.keys.flatten(0, 1), flat, len(codes) * c)
         counts = torch.bincount(flat, minlength=len(codes) * c).view(len(codes), c)
         return codes, sums.view_as(centroids) / counts.clamp_min(1)[..., None], counts
 

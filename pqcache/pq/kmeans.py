@@ -103,6 +103,14 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
     return KMeansResult(centroids + points.middle, codes.long(), rounds)
 
 
+def summed(points: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
+    """The sum of each group's points (N, d), whose groups are (N,) int64: (groups, d). A group without points has 0."""
+    sums = points.new_zeros(groups, points.shape[1])
+    if points.is_cuda:  # sorted and then added, so that runs repeat: index_add_ adds in any order there
+        return sums.index_put_((group,), points, accumulate=True)
+    return sums.index_add_(0, group, points)
+
+
 class _Points:
     """Points (G, N, d) fp32 less their mean: keys with a bias are far from the origin, where fp32 loses small distances."""
 
@@ -132,11 +140,7 @@ class _Points:
         a, _, d = x.shape
         c = centroids.shape[1]
         flat = (codes + torch.arange(a, device=x.device)[:, None] * c).reshape(-1)
-        sums, points = torch.zeros(a * c, d, device=x.device), x.reshape(-1, d)
-        if x.is_cuda:  # sorted and then added, so that runs repeat: index_add_ adds in any order there
-            sums.index_put_((flat,), points, accumulate=True)
-        else:
-            sums.index_add_(0, flat, points)
+        sums = summed(x.reshape(-1, d), flat, a * c)
         return codes.int(), partial, sums.view(a, c, d), torch.bincount(flat, minlength=a * c).view(a, c)
 
 

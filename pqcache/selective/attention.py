@@ -36,7 +36,13 @@ def attend_one(
         return with_sinks(partial(q, k, v, scaling, mask), scaling).out.transpose(1, 2).to(q.dtype)
     mask = None if valid is None else valid[:, :, None]
     packed = q.reshape(n, heads, h // heads, -1)  # a group's queries share one read of K and V
-    out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scaling)
+    # cuDNN, which torch prefers on Hopper, builds a plan for every new length: 50 ms at each step
+    with_plans = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        out = F.scaled_dot_product_attention(packed, k, v, attn_mask=mask, scale=scaling)
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(with_plans)
     return out.reshape(n, 1, h, v.shape[3])
 
 

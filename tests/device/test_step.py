@@ -27,8 +27,9 @@ pytest.importorskip("triton")
 from pqcache.device import packed, ragged, step
 from pqcache.device.step import DeviceStep, substitute_for
 
+if torch.cuda.is_available():
+    pytest.skip("tests/invariants/test_gpu.py compares the devices", allow_module_level=True)
 pytestmark = pytest.mark.usefixtures("pretended")
-on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="tests/invariants/test_gpu.py compares the devices")
 
 
 def pqcache(**options) -> PQCache:
@@ -52,7 +53,6 @@ PACKED = {
 }
 
 
-@on_cpu
 @pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 4))
 def test_a_request_is_that_of_torch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     calls: list[str] = []

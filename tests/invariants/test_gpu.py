@@ -10,6 +10,7 @@ from baselines.full import Full
 from baselines.snapkv import SnapKV
 from pqcache.api.drive import tokens
 from pqcache.pq import PQCache
+from pqcache.registry import method_class
 from pqcache.selective import Budget, SelectiveCache, attach, generate
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.method import Method
@@ -60,6 +61,14 @@ def test_host_store_equals_resident_store(on_gpu: PreTrainedModel, kmeans_device
         method = PQCache(budget=Budget(ratio=0.2), kmeans_device=kmeans_device, **where)
         results.append([generate(on_gpu, method, ids, max_new_tokens=200).token_ids for _ in range(2)])
     assert results[0] == results[1] == results[2] and results[0][0] == results[0][1]
+
+
+@pytest.mark.parametrize("method", ["clusterkv", "retroinfer"])
+def test_clusters_are_the_same_in_every_run(half: PreTrainedModel, method: str) -> None:
+    """Sums on a GPU come in any order, unless they are sorted first."""
+    ids = torch.tensor([tokens(1500, 2)], device="cuda")
+    runs = [generate(half, method_class(method)(budget=Budget(ratio=0.2)), ids, max_new_tokens=60) for _ in range(3)]
+    assert all(run.token_ids == runs[0].token_ids for run in runs)
 
 
 def started(model: PreTrainedModel, method: Method, s: int = 700) -> tuple[SelectiveCache, torch.Tensor]:

@@ -1,7 +1,10 @@
+from typing import Any
+
+import pytest
 import torch
 import torch.nn.functional as F
 
-from pqcache.selective.attention import merge, partial
+from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.selective.group import group_reduce, top_tokens
 
 
@@ -21,6 +24,19 @@ def test_merged_parts_equal_one_softmax() -> None:
     expected = F.scaled_dot_product_attention(q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1), mask, scale=0.3)
     torch.testing.assert_close(joined.out, expected)
     assert not parts[0].out[0, :, 0].any()
+
+
+def test_one_query_is_not_cudnns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It builds a plan for every new length. What the process has set holds again afterwards."""
+    seen, own, set_before = [], F.scaled_dot_product_attention, torch.backends.cuda.cudnn_sdp_enabled()
+
+    def looked(*tensors: Any, **options: Any) -> torch.Tensor:
+        seen.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return own(*tensors, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", looked)
+    attend_one(torch.randn(1, 4, 1, 8), torch.randn(1, 2, 9, 8), torch.randn(1, 2, 9, 8), 0.3)
+    assert seen == [False] and torch.backends.cuda.cudnn_sdp_enabled() == set_before
 
 
 def test_group_reductions() -> None:
