@@ -170,7 +170,8 @@ class DoubleSparsity(RetrievalMethod):
         weight = calibration.get(model, text, cache_dir, channel_weights, {name: 3})[name]
         r = max(1, floor_share(weight.shape[2], self.channel_ratio))
         for module, layer in zip(modules, weight, strict=True):
-            self.channels[module] = top_tokens(layer[None], [r])[0].to(home(module)).clone()  # not a view
+            # a copy: its bytes are counted, not those of what it is part of
+            self.channels[module] = top_tokens(layer[None], [r])[0].to(home(module)).clone()
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> LabelIndex:
         return LabelIndex(self)

@@ -42,7 +42,7 @@ MADE = "Made by `make docs`; do not edit."
 README_METHODS = ("full", "oracle", "pqcache", "clusterkv", "zipcache", "quest", "snapkv", "h2o")  # of PocketBench
 # what a docstring does not say, because it is of this project's runs
 NOTES = {
-    "pqcache": "On CUDA copies and clustering run beside the model (not yet run on a GPU).",
+    "pqcache": "On CUDA copies and clustering run beside the model.",
     "clusterkv": "Clustering is part of prefill, not beside it. Under `method.store=host` the last step's tokens stay on the"
     " device.",
     "zipcache": "`budget` is the share of 16-bit codes, 0.125 to 0.25, or 1.",

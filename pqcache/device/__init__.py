@@ -2,8 +2,7 @@
 
 `attend.py` has the one attention kernel: over all tokens, chosen ones, packed ones, or rows of different lengths. `scores.py`
 ranks tokens by their product-quantized codes. `step.py` makes a layer's whole step of them, which can be recorded as a CUDA
-graph. Everything else of a step is torch's own. None of it has run on a GPU: tests run the kernels by Triton's interpreter, and
-compile them for a GPU.
+graph. Everything else of a step is torch's own. Without a GPU tests run the kernels by Triton's interpreter.
 """
 
 import importlib.util

@@ -127,10 +127,10 @@ KEPT: list[tuple[Method, int, int, int | None]] = [
         SparQ(budget=QUARTER, store="host", reallocate=True),
         WINDOWED + H_KV * D * ITEM, HOST + components(capacity(S + STEPS)), None,  # the mean value
     ),
-    # two of 16 channels in four bits are a byte, and two fp16 parameters four more; int64 channels, of all layers in one tensor
+    # two of 16 channels in four bits are a byte, and two fp16 parameters four more; int64 channels
     (
         DoubleSparsity(budget=QUARTER, channel_ratio=1 / 8, calibration_tokens=64),
-        ALL + capacity(S + STEPS - 32) * H_KV * (1 + 4) + LAYERS * H_KV * 2 * 8, 0, None,
+        ALL + capacity(S + STEPS - 32) * H_KV * (1 + 4) + H_KV * 2 * 8, 0, None,
     ),
     (ClusterKV(budget=QUARTER), ALL + clusters(984, 984 // 80), 0, None),
     # the window holds the 320 tokens to be clustered next; the last step's 246 tokens stay, per query head, and its clusters

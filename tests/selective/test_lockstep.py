@@ -23,9 +23,10 @@ def make(name: str) -> Method | None:
         return None
 
 
-def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedModel) -> None:
+@pytest.mark.parametrize("names", [list(METHODS)[::3], pytest.param(list(METHODS), marks=pytest.mark.rest)], ids=len)
+def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedModel, names: list[str]) -> None:
     model = llama.double()
-    methods = [one for name in METHODS if (one := make(name)) is not None]
+    methods = [one for name in names if (one := make(name)) is not None]
     prefill = record(model, PROMPT)
     works = []
     for i, one in enumerate(methods):
@@ -48,7 +49,7 @@ def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedMod
         together = lockstep(model, works)
     finally:
         handle.remove()
-    assert len(methods) > 15 and passes.count(1) == 7  # of the longest answer: 8 tokens
+    assert len(methods) > len(names) // 2 and passes.count(1) == 7  # of the longest answer: 8 tokens
     for method, mine, other in zip(methods, together, alone, strict=True):
         if isinstance(other, Exception):
             assert str(mine) == str(other), method.name

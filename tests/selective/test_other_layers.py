@@ -112,11 +112,18 @@ def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
         assert torch.equal(call(past_key_values=cache), theirs)
 
 
-@pytest.mark.parametrize("model", [*SLIDING, *HYBRID], indirect=True)
-def test_methods_serve_the_layers_of_attention(model: PreTrainedModel) -> None:
+FEW = ("full", "pqcache", "h2o", "pyramidkv", "infllm", "int8")
+
+
+@pytest.mark.parametrize(
+    ("model", "names"),
+    [*((kind, FEW) for kind in (*SLIDING, *HYBRID)), pytest.param("gemma3_text", METHODS, marks=pytest.mark.rest)],
+    indirect=["model"],
+    ids=lambda x: x if isinstance(x, str) else len(x),
+)
+def test_methods_serve_the_layers_of_attention(model: PreTrainedModel, names: tuple[str, ...]) -> None:
     """A prefill in common and steps in common give what each method gives alone; a request leaves nothing to the next."""
-    ids, kind = prompt()[0][1:], model.config.model_type
-    names = METHODS if kind == "gemma3_text" else ("full", "pqcache", "h2o", "pyramidkv", "infllm", "int8")
+    ids = prompt()[0][1:]
     plain = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, S:].tolist()
     prefill, works, alone = record(model, ids, prefill_chunk=15, device="cpu"), [], {}
     for name in names:
@@ -130,7 +137,7 @@ def test_methods_serve_the_layers_of_attention(model: PreTrainedModel) -> None:
         own = None if name in ("infllm", "streaming") else prefill
         works.append(partial(generate, model, one, ids, max_new_tokens=5, prefill=own))
     assert alone["full"].token_ids == plain and alone["full"].attended_tokens == S + 2.5
-    assert {"pqcache", "h2o", "pyramidkv", "int8"} <= alone.keys() and (kind != "gemma3_text" or "infinigen" in alone)
+    assert {"pqcache", "h2o", "pyramidkv", "int8"} <= alone.keys() and (names is FEW or "infinigen" in alone)
     torch.manual_seed(0)
     for mine, (name, other) in zip(lockstep(model, works), alone.items(), strict=True):
         assert getattr(mine, "token_ids", mine) == other.token_ids, name
