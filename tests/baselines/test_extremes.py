@@ -7,6 +7,7 @@ import torch
 
 from tests.baselines.coded_stores import METHODS, D
 from tests.baselines.common import OneLayer
+from tests.thin import thin
 
 H, H_KV = 4, 2
 LIMIT = torch.finfo(torch.float16).max
@@ -57,7 +58,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
     return list(torch.stack(outs, 1))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(METHODS, 2))
 def test_quantizers(name: str) -> None:
     for seed, (queries, keys, dtype, lengths) in enumerate(CASES):
         parts = rows((queries, keys), lengths, dtype, seed)

@@ -37,7 +37,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> 
             torch.testing.assert_close(a[name], b[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", thin(NAMES, 2))
+@pytest.mark.parametrize("name", thin(NAMES, 4))
 def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
     """And measuring changes nothing."""
     plain = generate(llama, method(name), PROMPT, max_new_tokens=9)

@@ -65,6 +65,7 @@ print(json.dumps([peak.of, *peaks]))
 """
 
 
+@pytest.mark.rest
 def test_the_peak_is_of_what_runs_inside() -> None:
     """In a process of its own: memory that other tests have freed could serve what is measured."""
     done = subprocess.run([sys.executable, "-c", PEAKS], capture_output=True, text=True, check=True)

@@ -49,6 +49,7 @@ def test_an_owner_file_blocks_nothing(tmp_path: Path, case: str) -> None:
         (tmp_path / "owner.json").write_text(case)
 
 
+@pytest.mark.rest
 def test_a_lock_dies_with_its_process(tmp_path: Path) -> None:
     code = "import time, pathlib, sys; from pqcache.harness.run.samples import claim\n"
     code += "with claim(pathlib.Path(sys.argv[1])): print(flush=True); time.sleep(99)"

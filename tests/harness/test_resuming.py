@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import run
 from baselines.double_sparsity import DoubleSparsity
 from pqcache.harness.config import environment
@@ -130,6 +132,7 @@ def test_interrupt_leaves_a_cell_that_goes_on(
     assert len(generated) == 3
 
 
+@pytest.mark.rest
 def test_kill_9_in_the_middle_of_a_run(tmp_path: Path, tiny: Path) -> None:
     """A real process, really killed; the rerun gives the undisturbed run's answers and keeps every finished sample."""
     arguments = ["method=oracle", "budget=0.2", "model=hf", f"model.path={tiny}", "task.length=768", "limit=8"]

@@ -26,6 +26,7 @@ def row_of(out: Path) -> Any:
     return one_row(out)[1]
 
 
+@pytest.mark.rest
 def test_the_same_answers_in_any_order(
     command: Command, tmp_path: Path, on: Any, recorded: list[int], monkeypatch: Patch, capsys: Capture
 ) -> None:

@@ -33,6 +33,13 @@ def build(architecture: str) -> PreTrainedModel:
     return model
 
 
+LONG = (  # minutes over all methods: `make test` takes every second one
+    "test_chunked_prefill_equals_one_block",
+    "test_generate_with_left_padding_and_beams_equals_stock",
+    "test_tight_budget_changes_something",
+)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
@@ -48,10 +55,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     test = metafunc.definition.name
     number = zlib.crc32(test.encode()) // 16
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
-    more = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
-    usual = [case for case in CASES if case.number][number % 5 :: 5]
-    marked = [(case, name, case.number > 0 and case not in usual) for case, name in pairs(test)]
-    marked += [(case, name, True) for case, name in more]
+    again = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
+    firsts, others = ([case for case in CASES if bool(case.number) == more] for more in (False, True))
+    usual = firsts[number % 2 :: 2] if test in LONG else [*firsts, *others[number % 5 :: 5]]
+    marked = [(case, name, case not in usual) for case, name in pairs(test)]
+    marked += [(case, name, True) for case, name in again]
     chosen = [
         pytest.param(case, name, id=f"{case.id}-{name}", marks=pytest.mark.rest if rest else ())
         for case, name, rest in marked

@@ -18,6 +18,7 @@ from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from pqcache.selective.budget import RULES, floor_share, refreshed_to
 from pqcache.selective.column_sums import QueryWindow
 from tests.invariants.cases import CASES, Case
+from tests.thin import thin
 
 SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
 DECLARED = {
@@ -34,7 +35,7 @@ DECLARED = {
     ),
     "replay": "own",
 }
-USUAL = [pytest.param(case, id=case.id) for case in CASES if not case.number]
+USUAL = [case for case in CASES if not case.number]
 # settings under which a method cannot keep its rule, or whose parts have another one
 OTHER = {"infinigen-1": "prompt", "streaming-1": "prompt", "h2o-1": "prompt", "snapkv-1": "prompt", "tova-1": "prompt"}
 OTHER |= {"kvcrush-3": "pooled", "coded-1": "prompt", "coded-3": "refreshed"}
@@ -50,7 +51,7 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [SHORT, pytest.param(LONG, marks=pytest.mark.rest)])
-@pytest.mark.parametrize("usual", USUAL)
+@pytest.mark.parametrize("usual", thin(USUAL, 2), ids=lambda case: case.id)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
     check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
 

@@ -73,6 +73,7 @@ def test_requests_in_a_row_equal_fresh_ones(model: PreTrainedModel, case: Case) 
         case.close(logits(model, case.make(), prompt, steps, cache=cache), logits(model, case.make(), prompt, steps))
 
 
+@pytest.mark.rest
 def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
     """Over more steps than the local window's buffer has room for."""
     prompt, steps = [tokens(160, 90), tokens(120, 91)], [[t, t] for t in tokens(300, 20)]

@@ -18,6 +18,7 @@ from pqcache.selective.lockstep import lockstep
 from pqcache.selective.shape import served
 from pqcache.selective.sliding import SlidingLayer
 from scripts.try_architectures import FAMILIES, SMALL
+from tests.thin import thin
 
 WINDOW, S = 16, 52  # prompts of more than three windows
 SLIDING = ("gemma3_text", "olmo3", "exaone4")
@@ -47,7 +48,7 @@ def small(kind: str) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=[*SLIDING, *HYBRID, *ALL_SLIDE])
+@pytest.fixture(scope="module", params=thin([*SLIDING, *HYBRID, *ALL_SLIDE], 2))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small(request.param)
 
@@ -113,11 +114,12 @@ def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
 
 
 FEW = ("full", "pqcache", "h2o", "pyramidkv", "infllm", "int8")
+SOME = [pytest.param(kind, FEW, marks=pytest.mark.rest if i % 2 else ()) for i, kind in enumerate((*SLIDING, *HYBRID))]
 
 
 @pytest.mark.parametrize(
     ("model", "names"),
-    [*((kind, FEW) for kind in (*SLIDING, *HYBRID)), pytest.param("gemma3_text", METHODS, marks=pytest.mark.rest)],
+    [*SOME, pytest.param("gemma3_text", METHODS, marks=pytest.mark.rest)],
     indirect=["model"],
     ids=lambda x: x if isinstance(x, str) else len(x),
 )

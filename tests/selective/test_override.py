@@ -7,6 +7,7 @@ import pytest
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget
 from pqcache.selective.override import overriding
+from tests.thin import thin
 
 # method, hyper-parameters, budget, prompt -> the hyper-parameter that is named
 OVERRIDDEN: list[tuple[str, dict[str, Any], float | int, int, str]] = [
@@ -59,7 +60,7 @@ def test_obeyed(name: str, hyper: dict[str, Any], budget: float | int, s: int) -
     assert overriding(made(name, budget, **hyper), s) is None
 
 
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "replay"])
+@pytest.mark.parametrize("name", thin([name for name in METHODS if name != "replay"], 3))
 def test_defaults_override_nothing_under_any_protocol(name: str) -> None:
     """Neither do the sinks of another protocol, or none."""
     for protocol in ("aligned", "paper", "release"):

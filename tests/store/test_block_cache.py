@@ -96,7 +96,7 @@ def test_credits_by_hand() -> None:
         assert store.content.flatten().tolist() == [cached], store.credit
 
 
-@pytest.mark.parametrize("name", thin(POLICIES, 4))
+@pytest.mark.parametrize("name", thin(POLICIES, 8))
 @pytest.mark.parametrize("policy", ["lru", "lfu", "paying"])
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
     """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""

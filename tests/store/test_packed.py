@@ -10,6 +10,7 @@ from pqcache.store.codec import Codec, ExactCodec, TokenCodec
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from tests.baselines.coded_stores import METHODS, store_of
 from tests.drawn import Pick, drawn, examples
+from tests.thin import thin
 
 H_KV, D = 2, 8
 
@@ -66,7 +67,7 @@ def test_the_view_is_what_was_stored(pick: Pick) -> None:
         assert (k[r, :, :length] - want).abs().max() < limit * 3
 
 
-@pytest.mark.parametrize("name", [*CODECS, *METHODS])
+@pytest.mark.parametrize("name", thin([*CODECS, *METHODS], 2))
 def test_tiles_chosen_tokens_and_what_is_left_are_the_view(name: str) -> None:
     """Rows of different length; after tokens were dropped, heads apart, those that stay are as they were."""
     for seed, (rows, steps) in enumerate((([20], 4), ([40, 31], 18), ([9, 1, 14], 0))):
