@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -106,6 +107,16 @@ def test_a_file_is_the_model_that_it_rounds_and_is_read_once(
     changed = (folder / "model.safetensors").stat().st_mtime_ns
     assert load(tmp_path).weights == loaded.weights  # the folder that holds it
     assert (folder / "model.safetensors").stat().st_mtime_ns == changed and list(kept.iterdir()) == [folder]
+
+
+def test_one_of_several_processes_converts(tiny: Path, tmp_path: Path, kept: Path, monkeypatch: Patch) -> None:
+    """A thread's lock is another file object, as a process's is."""
+    write(tmp_path / "small.gguf", tiny)
+    done, own = [], gguf._convert
+    monkeypatch.setattr(gguf, "_convert", lambda file, folder: (done.append(file), own(file, folder))[1])
+    with ThreadPoolExecutor(4) as pool:
+        folders = {*pool.map(gguf.converted, [{"path": str(tmp_path / "small.gguf")}] * 4)}
+    assert len(done) == 1 and folders == {*kept.iterdir()}
 
 
 def test_what_cannot_be_read_is_one_line(

@@ -19,6 +19,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from pqcache.harness.run.model_files import Unusable, file_hash
 
 FOLDER = Path("~/.cache/pqcache/gguf")
@@ -76,14 +78,15 @@ def converted(options: dict[str, Any]) -> Path | None:
     if importlib.util.find_spec("gguf") is None:
         raise Unusable(f"{typed}: reading GGUF files needs the package gguf: pip install 'pqcache-lab[gguf]'")
     folder = FOLDER.expanduser() / f"{file.stem}-{file_hash(file)[:16]}"
-    if not (folder / FACTS).is_file():
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder.parent}.lock"):  # other processes wait: it takes a minute, and twice the weights in memory
+        if (folder / FACTS).is_file():
+            return folder
         print(f"{typed}: is dequantized once, into {folder}", flush=True)
-        folder.parent.mkdir(parents=True, exist_ok=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
         try:
             _convert(file, made)
-            with contextlib.suppress(OSError):  # another process was faster
-                made.rename(folder)
+            made.rename(folder)
         except Unusable:
             raise
         except Exception as error:  # what a damaged file does to its readers has many kinds
