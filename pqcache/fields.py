@@ -154,26 +154,34 @@ def literals(kind: Any) -> list[Any]:
     return [word for arg in typing.get_args(kind) for word in literals(arg)]
 
 
+@functools.cache
+def _rules(cls: type) -> list[tuple[str, Any, list[Any], list[tuple[float, float]]]]:
+    """Each field that a dataclass or a base of it limits: name, type, words (none where any text is allowed), ranges."""
+    found = []
+    for name, kind in (pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()):
+        args = typing.get_args(kind)
+        ranges = [typing.get_args(one)[1:] for one in (kind, *args) if typing.get_origin(one) is Annotated]
+        found.append((name, kind, [] if str in args else literals(kind), ranges))
+    return [rule for rule in found if rule[2] or rule[3]]
+
+
 def check_ranges(options: Any) -> None:
     """Raise the one-line ValueError of the first field of a dataclass whose number or word is none of its type's.
 
     A subclass that gives a field another default does not widen it.
     """
-    kinds = [pair for base in type(options).__mro__ if is_dataclass(base) for pair in hints_of(base).items()]
-    for name, kind in kinds:
-        value, words = getattr(options, name, None), literals(kind)
-        if isinstance(value, str) and words and value not in words and str not in typing.get_args(kind):
+    for name, kind, words, ranges in _rules(type(options)):
+        value: Any = getattr(options, name, None)
+        if isinstance(value, str) and words and value not in words:
             close = closest(value, words)
             raise ValueError(
                 f"{name}={value}: allowed is {', '.join(words)}{f'; did you mean {close}?' if close else ''}"
             )
-        for one in (kind, *typing.get_args(kind)):
-            if typing.get_origin(one) is Annotated and isinstance(value, int | float):
-                least, most = typing.get_args(one)[1:]
-                above = most < MOST and value > most  # MOST is for what is typed: code may pass any number
-                if above or not value >= least:
-                    to = f" to {most:.8g}" if most < MOST else " on"
-                    raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g}{to}")
+        for least, most in ranges if isinstance(value, int | float) else ():
+            above = most < MOST and value > most  # MOST is for what is typed: code may pass any number
+            if above or not value >= least:
+                to = f" to {most:.8g}" if most < MOST else " on"
+                raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g}{to}")
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

@@ -205,6 +205,7 @@ class Case(Subject):
         """The prompt itself is not attended to exactly, so its last logits are not the dense ones."""
         return self.name == "infllm" and not self.hyper.get("dense_prefill")
 
+    @cache  # noqa: B019
     def applies_to(self, architecture: str) -> bool:
         """Whether the method takes models of this architecture: some rotate keys themselves, or cannot carry a model's sinks."""
         try:
