@@ -170,7 +170,8 @@ def check_ranges(options: Any) -> None:
 
     A subclass that gives a field another default does not widen it.
     """
-    for name, kind, words, ranges in _rules(type(options)):
+    cls: type = type(options)
+    for name, kind, words, ranges in _rules(cls):
         value: Any = getattr(options, name, None)
         if isinstance(value, str) and words and value not in words:
             close = closest(value, words)
