@@ -78,6 +78,8 @@ def converted(options: dict[str, Any]) -> Path | None:
     if importlib.util.find_spec("gguf") is None:
         raise Unusable(f"{typed}: reading GGUF files needs the package gguf: pip install 'pqcache-lab[gguf]'")
     folder = FOLDER.expanduser() / f"{file.stem}-{file_hash(file)[:16]}"
+    if (folder / FACTS).is_file():  # also where nothing can be written
+        return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder.parent}.lock"):  # other processes wait: it takes a minute, and twice the weights in memory
         if (folder / FACTS).is_file():
