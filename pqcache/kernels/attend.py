@@ -18,6 +18,7 @@ import torch
 
 from pqcache.kernels import launch
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run
+from pqcache.kernels.loops import call
 from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
 from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, products, softmax
 from pqcache.kernels.scaling import Scaling
@@ -78,20 +79,23 @@ def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
 
 @partial(kernel, fastmath=FAST)
 def _attend(
-    first, last, kind, size, heads_of_block, q, scaling, segments, steps, marks, bias, kept, outs, lse, done, result, sums
+    first, last, products, add_rows, size, q, scaling, segments, steps, marks, bias, kept, outs, lse, done, result, sums
 ):  # fmt: skip
     """Task = (row, KV head, part); q (Q, n, h_kv, g, d), segments (n, h_kv, R, COLUMNS).
 
-    steps: bytes from row to row of K, and of V; size: of a row. heads_of_block: see `block`.
+    steps: bytes from row to row of K, and of V; size: of a row. products, add_rows: addresses of loops, see rows.py.
 
     marks (n, h_kv, length): bits of the heads that attend a position, or no entries. bias (n, h_kv, g, length): added to their
     logits, or no entries. kept (n, h_kv, g, T): logits of the first T tokens, scratch, as outs (n, h_kv, parts, g', d), lse
-    (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result (n, h_kv, g, d); adds to sums (n, h_kv, E, T).
+    (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result (n, h_kv, g, d). Adds to sums (n, h_kv, E, T): an address, E, and
+    the bytes from row to row, head to head, and entry to entry of E.
     """
     _, heads, parts, padded, d = outs.shape
     g, window = q.shape[3], kept.shape[3]
     keys, values, places = np.empty(_TILE + 3, np.int64), np.empty(_TILE + 3, np.int64), np.empty(_TILE + 3, np.int64)
     query, logits = np.zeros((padded, d), np.float32), np.zeros((padded, _TILE + 3), np.float32)
+    at_keys, at_values = np.int64(keys.ctypes.data), np.int64(values.ctypes.data)
+    at_query, at_logits = np.int64(query.ctypes.data), np.int64(logits.ctypes.data)
     for task in range(first, last):
         part, head, row = task % parts, task // parts % heads, task // parts // heads
         mine, out = segments[row, head], outs[row, head, part]
@@ -108,7 +112,7 @@ def _attend(
             for a in range(g):
                 for j in range(d):
                     query[a, j] = q[of, row, head, a, j] * scaling
-            products(kind, size, query, keys, count, heads_of_block, logits)
+            call(products, (at_query, padded, d, at_keys, count, at_logits, _TILE + 3))
             for i in range(min(AHEAD, count)):  # these rows arrive while the exponentials are computed
                 fetch(values[i], size)
             for a in range(g):
@@ -124,11 +128,14 @@ def _attend(
                     for i in range(min(count, window - entry)):
                         to[entry + i] = line[i]
             softmax(logits, count, high, mass, out)
-            add_rows(kind, size, logits, values, count, heads_of_block, out)
+            call(add_rows, (at_logits, _TILE + 3, padded, d, at_values, count, np.int64(out.ctypes.data)))
         if increment(done.ctypes.data + 8 * (row * heads + head)) + 1 == parts:
             join(outs[row, head], lse[row, head], result[row, head])
             if window:
-                add_probabilities(kept[row, head], lse[row, head, 0], sums[row, head])
+                of_head = sums[0] + row * sums[2] + head * sums[3]
+                add_probabilities(kept[row, head], lse[row, head, 0], of_head, sums[1], sums[4])
+    keys[0] = values[0] = 0  # numba frees an array behind its last use, and addresses are none
+    query[0, 0] = logits[0, 0] = 0
 
 
 @kernel
@@ -159,13 +166,10 @@ _NO_MARKS, _NO_BIAS = np.zeros((1, 1, 0), np.uint8), np.zeros((1, 1, 1, 0), np.f
 _NO_CHOICE = (0, 0, 0, 0)
 
 
-def block(g: int) -> tuple[tuple[np.float32, ...], int]:
-    """A zero for each query head that kernels take at a time, 1, 2 or 4, and g rounded up to a multiple of that number.
-
-    Such a tuple's length is known when a kernel is compiled, and loops over it become so many accumulators.
-    """
+def block(g: int) -> tuple[int, int]:
+    """How many query heads loops take at a time, 1, 2 or 4, and g rounded up to a multiple of that number."""
     size = min(4, 1 << (g - 1).bit_length())
-    return (np.float32(0),) * size, -(-g // size) * size
+    return size, -(-g // size) * size
 
 
 def _partial(
@@ -178,7 +182,7 @@ def _partial(
     sums: torch.Tensor | None = None,
     marks: Array = _NO_MARKS,
     bias: Array = _NO_BIAS,
-    kind: Any = FP32,
+    kind: str = FP32,
 ) -> Attended:
     """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS).
 
@@ -190,13 +194,15 @@ def _partial(
     g, workers = h // h_kv, launch.team()
     heads, padded = block(g)
     parts = max(1, min(-(-PIECES * workers // (n * h_kv)), parts)) if workers > 1 else 1
-    added = np.empty((n, h_kv, 1, 0), np.float32)
+    added, window = (0,) * 5, 0
     if sums is not None and sums.numel():
-        added = sums.numpy().reshape(n, h_kv, -1, sums.shape[2])
+        each, (row, head, _), window = sums.shape[1] // h_kv, sums.stride(), sums.shape[2]
+        added = (sums.data_ptr(), each, 4 * row, 4 * head * each, 4 * head)
     result, lse = np.empty((n, h_kv, g, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32)
     run(
-        _attend, n * h_kv * parts, kind, d * kind.itemsize, heads, queries.reshape(many, n, h_kv, g, d).float().numpy(),
-        np.float32(scaling), segments, steps, marks, bias, np.empty((n, h_kv, g, added.shape[3]), np.float32),
+        _attend, n * h_kv * parts, products(kind, d, heads), add_rows(kind, d, heads), d * np.dtype(kind).itemsize,
+        queries.reshape(many, n, h_kv, g, d).float().numpy(), np.float32(scaling), segments, steps, marks, bias,
+        np.empty((n, h_kv, g, window), np.float32),
         np.zeros((n, h_kv, parts, padded, d), np.float32), lse,
         np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
     )  # fmt: skip

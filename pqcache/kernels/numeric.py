@@ -23,10 +23,10 @@ NEGLIGIBLE = np.float32(-70)  # nats: a weight of less has no part in a sum of f
 LEAST = np.float32(-104)  # nats: an exponential of less is 0 in fp32
 
 _FEATURES = cpu_target.target_context.codegen().magic_tuple()[2].split(",")
-# what rows may hold -> a number whose type tells kernels so; fp16 only where the processor converts it, bfloat16 by its bits
-KINDS: dict[torch.dtype, Any] = {torch.float32: np.float32(0), torch.bfloat16: np.uint16(0)}
+# what rows may hold -> the type that tells kernels so; fp16 only where the processor converts it, bfloat16 by its bits
+KINDS = {torch.float32: "float32", torch.bfloat16: "uint16"}
 if "+f16c" in _FEATURES or platform.machine() in ("aarch64", "arm64"):
-    KINDS[torch.float16] = np.int16(0)
+    KINDS[torch.float16] = "int16"
 FP32 = KINDS[torch.float32]
 PERMUTES = "+avx2" in _FEATURES  # whether the processor looks numbers up in a table
 _LONGEST = 16 if "+avx512f" in _FEATURES else 8  # fp32 numbers in a vector register

@@ -11,9 +11,11 @@ import numba
 import numpy as np
 import torch
 
-from pqcache.kernels.attend import block, products
+from pqcache.kernels.attend import addresses, block
 from pqcache.kernels.launch import BYTES_PER_NS, kernel, run
+from pqcache.kernels.loops import call
 from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest
+from pqcache.kernels.rows import products
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
@@ -126,18 +128,20 @@ def _sum_softmax(logits, g, m, first, weights):
 
 
 @numba.njit(nogil=True)
-def _logits(query, keys, lo, hi, rows, heads, logits):
-    """logits (g', > hi - lo) of queries (g', r) with keys (capacity, r) at positions lo .. hi-1; rows: scratch."""
+def _logits(products, query, keys, step, lo, hi, rows, logits):
+    """logits (g', > hi - lo) of queries (g', r) with keys, `step` bytes apart, at positions lo .. hi-1; rows: scratch."""
+    at_query, at_rows = np.int64(query.ctypes.data), np.int64(rows.ctypes.data)
     for start in range(lo, hi, _TILE):
         count = min(_TILE, hi - start)
         for i in range(count):
-            rows[i] = keys.ctypes.data + (start + i) * keys.strides[0]
-        products(FP32, 4 * query.shape[1], query, rows, count, heads, logits[:, start - lo :])
+            rows[i] = keys + (start + i) * step
+        out = np.int64(logits.ctypes.data + 4 * (start - lo))
+        call(products, (at_query, query.shape[0], query.shape[1], at_rows, count, out, logits.shape[1]))
 
 
 @kernel
-def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
-    """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv, capacity, r); over (n, 2): the softmax's span."""
+def _rank(first, last, products, q, keys, step, over, lo, hi, k, g, out):
+    """Task = (row, KV head); q (n, h_kv, g', r) scaled, keys (n, h_kv): addresses; over (n, 2): the softmax's span."""
     heads = q.shape[1]
     rows = np.empty(_TILE, np.int64)
     for task in range(first, last):
@@ -147,7 +151,7 @@ def _rank(first, last, q, keys, over, lo, hi, k, g, block, out):
         start, end = over[row]
         logits = np.empty((q.shape[2], end - start + 1), np.float32)
         weights = np.empty(hi[row] - lo, np.float32)
-        _logits(q[row, head], keys[row, head], start, end, rows, block, logits)
+        _logits(products, q[row, head], keys[row, head], step, start, end, rows, logits)
         _sum_softmax(logits, g, end - start, lo - start, weights)
         take(weights, k[row], lo, out[row, head])
 
@@ -195,7 +199,8 @@ def best_by_products(
     out = np.full((n, h_kv, max(k)), -1, np.int64)
     spans, ends, counts = _spans(over, hi, k)
     cost = h_kv * sum(end - start for start, end in over) * (2 * g + 4 * r / BYTES_PER_NS)
-    run(_rank, n * h_kv, query, keys.numpy(), spans, lo, ends, counts, g, heads, out, cost=cost)
+    at, step = addresses(keys, 0, 1), 4 * keys.stride(2)
+    run(_rank, n * h_kv, products(FP32, r, heads), query, at, step, spans, lo, ends, counts, g, out, cost=cost)
     return torch.from_numpy(out)
 
 
@@ -230,14 +235,17 @@ def best_by_lines(
 
 
 @kernel
-def _bounds(first, last, positive, negative, low, high, start, block, out):
-    """Task = (row, KV head); positive, negative (n, h_kv, g', d), low, high (n, h_kv, c, d), out (n, h_kv, g', pages + 1)."""
+def _bounds(first, last, products, positive, negative, low, high, steps, start, out):
+    """Task = (row, KV head); positive, negative (n, h_kv, g', d), out (n, h_kv, g', pages + 1).
+
+    low, high (n, h_kv): addresses of pages, which are steps[0] and steps[1] bytes apart.
+    """
     heads, pages = out.shape[1], out.shape[3] - 1
     rows, other = np.empty(_TILE, np.int64), np.empty(out.shape[2:], np.float32)
     for task in range(first, last):
         row, head = task // heads, task % heads
-        _logits(positive[row, head], high[row, head], start, start + pages, rows, block, out[row, head])
-        _logits(negative[row, head], low[row, head], start, start + pages, rows, block, other)
+        _logits(products, positive[row, head], high[row, head], steps[1], start, start + pages, rows, out[row, head])
+        _logits(products, negative[row, head], low[row, head], steps[0], start, start + pages, rows, other)
         out[row, head] += other
 
 
@@ -256,5 +264,6 @@ def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: i
     np.minimum(grouped, 0, out=negative[:, :, :g])
     out = np.zeros((n, h_kv, padded, pages + 1), np.float32)
     cost = n * h_kv * pages * 8 * d / BYTES_PER_NS
-    run(_bounds, n * h_kv, positive, negative, low.numpy(), high.numpy(), first, heads, out, cost=cost)
+    pages_at, steps = (addresses(low, 0, 1), addresses(high, 0, 1)), (4 * low.stride(2), 4 * high.stride(2))
+    run(_bounds, n * h_kv, products(FP32, d, heads), positive, negative, *pages_at, steps, first, out, cost=cost)
     return torch.from_numpy(out)[:, :, :g, :pages].reshape(n, h, pages)

@@ -1,11 +1,14 @@
 """Loops over rows of K and V: products with queries, exponentials, weighted sums, and how parts are joined.
 
-They are compiled into the kernels of attend.py and packed/.
+Those over rows are called by their addresses (loops.py).
 """
+
+from collections.abc import Callable
 
 import numba
 import numpy as np
 
+from pqcache.kernels.loops import compiled
 from pqcache.kernels.numeric import (
     BACK,
     FAST,
@@ -25,83 +28,85 @@ from pqcache.kernels.numeric import (
 AHEAD = 16  # rows fetched before they are read: no processor predicts the address of the next chosen token
 
 
-@numba.njit(nogil=True, inline="always", fastmath=FAST)
-def dots(d, kind, size, query, rows, count, heads, out, step):
-    """`products` of one block of heads; d may be a constant. Two rows share what is read of the queries."""
-    for i in range(0, count, 2):
-        for ahead in range(i + AHEAD, min(i + AHEAD + 2, count)):
-            fetch(rows[ahead], size)
-        row, other = at(rows[i], d, kind), at(rows[min(i + 1, count - 1)], d, kind)
-        first = second = heads
-        for j in range(d):
-            x, y = wide(row[j]), wide(other[j])
-            for a in range(len(heads)):
-                first = tuple_setitem(first, a, first[a] + query[a * d + j] * x)
-                second = tuple_setitem(second, a, second[a] + query[a * d + j] * y)
-        for a in range(len(heads)):
-            out[a * step + i], out[a * step + i + 1] = first[a], second[a]
+# Common head dimensions are constants of a loop; others are told when it is called.
+_CONSTANT = (64, 128)
 
 
-@numba.njit(nogil=True, inline="always", fastmath=FAST)
-def add_tile(d, kind, size, weights, step, rows, count, heads, out):
-    """`add_rows` of one block of heads; d may be a constant."""
-    for i in range(0, count, 4):
-        for ahead in range(i + AHEAD, min(i + AHEAD + 4, count)):
-            fetch(rows[ahead], size)
-        v0, v1, v2, v3 = (
-            at(rows[i], d, kind),
-            at(rows[i + 1], d, kind),
-            at(rows[i + 2], d, kind),
-            at(rows[i + 3], d, kind),
-        )
-        w0 = w1 = w2 = w3 = heads
-        for a in range(len(heads)):
-            w0, w1 = tuple_setitem(w0, a, weights[a * step + i]), tuple_setitem(w1, a, weights[a * step + i + 1])
-            w2, w3 = tuple_setitem(w2, a, weights[a * step + i + 2]), tuple_setitem(w3, a, weights[a * step + i + 3])
-        for j in range(d):
-            x0, x1, x2, x3 = wide(v0[j]), wide(v1[j]), wide(v2[j]), wide(v3[j])
-            for a in range(len(heads)):
-                out[a * d + j] += w0[a] * x0 + w1[a] * x1 + w2[a] * x2 + w3[a] * x3
+def _products(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
+    """Logits (g', > count), `step` numbers apart, of queries (g', d) with `count` rows at these addresses.
 
-
-# compiled for the common head dimensions: short loops of unknown length would spend much of their time on their ends
-@numba.njit(nogil=True, fastmath=FAST)
-def products(kind, size, query, rows, count, heads, logits):
-    """logits (g', > count) of queries (g', d) with rows of `size` bytes at these addresses; heads: see `block`.
-
-    Up to one number behind the last row's is written.
+    g' is a multiple of `heads`, which share what is read of a row. Up to one number behind the last row's is written.
     """
-    whole_registers()
-    d, step = query.shape[1], logits.strides[0] // 4
-    for i in range(min(AHEAD, count)):
-        fetch(rows[i], size)
-    for a in range(0, query.shape[0], len(heads)):
-        q = floats(query.ctypes.data + 4 * a * d, len(heads) * d)
-        out = floats(logits.ctypes.data + 4 * a * step, len(heads) * step)
-        if d == 128:
-            dots(128, kind, size, q, rows, count, heads, out, step)
-        elif d == 64:
-            dots(64, kind, size, q, rows, count, heads, out, step)
-        else:
-            dots(d, kind, size, q, rows, count, heads, out, step)
+    number, item, zeros = np.dtype(kind).type(0), np.dtype(kind).itemsize, (np.float32(0),) * heads
+
+    def run(queries, g, length, places, count, logits, step):
+        stamp  # noqa: B018
+        whole_registers()
+        d = known if known else length
+        size, rows = item * d, at(places, count, np.int64(0))
+        for i in range(min(AHEAD, count)):
+            fetch(rows[i], size)
+        for block in range(0, g, heads):
+            query = floats(queries + 4 * block * d, heads * d)
+            out = floats(logits + 4 * block * step, heads * step)
+            for i in range(0, count, 2):  # two rows share what is read of the queries
+                for ahead in range(i + AHEAD, min(i + AHEAD + 2, count)):
+                    fetch(rows[ahead], size)
+                row, other = at(rows[i], d, number), at(rows[min(i + 1, count - 1)], d, number)
+                first = second = zeros
+                for j in range(d):
+                    x, y = wide(row[j]), wide(other[j])
+                    for a in range(heads):
+                        first = tuple_setitem(first, a, first[a] + query[a * d + j] * x)
+                        second = tuple_setitem(second, a, second[a] + query[a * d + j] * y)
+                for a in range(heads):
+                    out[a * step + i], out[a * step + i + 1] = first[a], second[a]
+
+    return run
 
 
-@numba.njit(nogil=True, fastmath=FAST)
-def add_rows(kind, size, weights, rows, count, heads, sums):
-    """sums (g', d) += weights (g', TILE + 3) times the rows; weights and addresses are written up to a multiple of 4."""
-    whole_registers()
-    d, step = sums.shape[1], weights.shape[1]
-    for i in range(count, count + 3):
-        rows[i], weights[:, i] = rows[count - 1], 0
-    for a in range(0, sums.shape[0], len(heads)):
-        w = floats(weights.ctypes.data + 4 * a * step, len(heads) * step)
-        out = floats(sums.ctypes.data + 4 * a * d, len(heads) * d)
-        if d == 128:
-            add_tile(128, kind, size, w, step, rows, count, heads, out)
-        elif d == 64:
-            add_tile(64, kind, size, w, step, rows, count, heads, out)
-        else:
-            add_tile(d, kind, size, w, step, rows, count, heads, out)
+def _add_rows(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
+    """Add to sums (g', d) the weights (g', step) times `count` rows; weights and places are written up to a multiple of 4."""
+    number, item, zeros = np.dtype(kind).type(0), np.dtype(kind).itemsize, (np.float32(0),) * heads
+
+    def run(weights, step, g, length, places, count, sums):
+        stamp  # noqa: B018
+        whole_registers()
+        d = known if known else length
+        size, rows = item * d, at(places, count + 3, np.int64(0))
+        for i in range(count, count + 3):
+            rows[i] = rows[count - 1]
+        for block in range(0, g, heads):
+            w, out = floats(weights + 4 * block * step, heads * step), floats(sums + 4 * block * d, heads * d)
+            for a in range(heads):
+                for i in range(count, count + 3):
+                    w[a * step + i] = 0
+            for i in range(0, count, 4):
+                for ahead in range(i + AHEAD, min(i + AHEAD + 4, count)):
+                    fetch(rows[ahead], size)
+                v0, v1, v2, v3 = (
+                    at(rows[i], d, number), at(rows[i + 1], d, number), at(rows[i + 2], d, number), at(rows[i + 3], d, number),
+                )  # fmt: skip
+                w0 = w1 = w2 = w3 = zeros
+                for a in range(heads):
+                    w0, w1 = tuple_setitem(w0, a, w[a * step + i]), tuple_setitem(w1, a, w[a * step + i + 1])
+                    w2, w3 = tuple_setitem(w2, a, w[a * step + i + 2]), tuple_setitem(w3, a, w[a * step + i + 3])
+                for j in range(d):
+                    x0, x1, x2, x3 = wide(v0[j]), wide(v1[j]), wide(v2[j]), wide(v3[j])
+                    for a in range(heads):
+                        out[a * d + j] += w0[a] * x0 + w1[a] * x1 + w2[a] * x2 + w3[a] * x3
+
+    return run
+
+
+def products(kind: str, d: int, heads: int) -> int:
+    """The address of `_products` for rows of d numbers of a kind, `heads` query heads at a time."""
+    return compiled(_products, kind, d if d in _CONSTANT else 0, heads).address
+
+
+def add_rows(kind: str, d: int, heads: int) -> int:
+    """The address of `_add_rows`, as `products`."""
+    return compiled(_add_rows, kind, d if d in _CONSTANT else 0, heads).address
 
 
 @numba.njit(nogil=True, fastmath=FAST)
@@ -146,11 +151,11 @@ def join(outs, lse, result):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_probabilities(kept, lse, sums):
-    """sums (E, T) += the probabilities of logits kept (g, T), of each head (E = g) or their mean (E = 1)."""
-    g, each = kept.shape[0], sums.shape[0]
+def add_probabilities(kept, lse, sums, each, step):
+    """sums (E, T) += the probabilities of logits kept (g, T), of each head (E = g) or their mean (E = 1). sums: an address."""
+    g = kept.shape[0]
     for a in range(g):
-        line, of_head = kept[a], sums[a % each]
+        line, of_head = kept[a], floats(sums + a % each * step, kept.shape[1])
         exponentials(line, lse[0, a], LEAST, SCALE)
         share = np.float32(each) / np.float32(g) / lse[1, a]
         for i in range(line.shape[0]):

@@ -21,6 +21,7 @@ import torch
 
 from pqcache.kernels import launch
 from pqcache.kernels.launch import kernel, run
+from pqcache.kernels.loops import compiled
 from pqcache.kernels.numeric import PERMUTES, floats, lanes_of
 from pqcache.kernels.packed.keys import (
     first_outliers,
@@ -32,7 +33,7 @@ from pqcache.kernels.packed.keys import (
     see_block,
 )
 from pqcache.kernels.packed.memory import ADDED, HIGH, LOGITS, MASS, STREAM, WINDOW, laid_out, sizes_of
-from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, READ, TILE, compiled, products, weighted
+from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, READ, TILE, products, weighted
 from pqcache.kernels.packed.values import add_codes, add_factors, add_outliers, end_block, result, softmax
 
 if TYPE_CHECKING:

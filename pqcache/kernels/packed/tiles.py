@@ -1,22 +1,15 @@
 """Products of query heads with packed codes, and their weighted sums: a few tokens are decoded at a time, into the nearest cache.
 
-Each loop is compiled apart for the bits of a code, the channels of a token, their groups and the query heads of a block, when
-codes like that are first met: loops of unknown length would spend half their time on their ends, and one kernel with all of
-them would take long to compile. The kernel calls them by their addresses. Codes of 32 bits are the numbers themselves.
+Each loop is compiled apart (loops.py) for the bits of a code, the channels of a token, their groups and the query heads of a
+block. Codes of 32 bits are the numbers themselves.
 """
 
 from collections.abc import Callable
-from functools import cache
-from typing import Any
 
 import numba
 import numpy as np
-from llvmlite import ir
-from numba.core import cgutils, types
-from numba.extending import intrinsic
 
-from pqcache.kernels.launch import STAMP
-from pqcache.kernels.numeric import FAST, decode, dots, fetch, floats, lanes_of, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import decode, dots, fetch, floats, lanes_of, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -85,26 +78,3 @@ def weighted(bits: int, d: int, groups: int, heads: int, listed: int, stamp: str
                     out[a * d + c] += p0[a] * y0 + p1[a] * y1 + p2[a] * y2 + p3[a] * y3
 
     return run
-
-
-@cache
-def compiled(make: Callable[..., Callable[..., None]], bits: int, d: int, groups: int, heads: int, listed: int) -> Any:
-    """`products` or `weighted` of these constants, compiled; its `address` is what `call` takes."""
-    function = make(bits, d, groups, heads, listed, STAMP)
-    signature = types.void(*[types.intp] * function.__code__.co_argcount)
-    return numba.cfunc(signature, cache=True, fastmath=FAST)(function)
-
-
-def _generate_call(typingctx: Any, address: Any, args: Any) -> Any:
-    """Call the function of `compiled` at an address, with a tuple of integers."""
-
-    def generate(context: Any, builder: Any, signature: Any, values: Any) -> Any:
-        numbers = cgutils.unpack_tuple(builder, values[1])
-        kind = ir.FunctionType(ir.VoidType(), [number.type for number in numbers])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), numbers)
-        return context.get_dummy_value()
-
-    return types.void(types.intp, types.UniTuple(types.intp, args.count)), generate
-
-
-call: Any = intrinsic(_generate_call)

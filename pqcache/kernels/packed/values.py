@@ -3,6 +3,7 @@
 import numba
 import numpy as np
 
+from pqcache.kernels.loops import call
 from pqcache.kernels.numeric import FAST, NEGLIGIBLE, exponentials, floats, largest, widen
 from pqcache.kernels.packed.memory import (
     ADDED,
@@ -26,7 +27,7 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     read_tile,
 )
-from pqcache.kernels.packed.tiles import LINE, TILE, call
+from pqcache.kernels.packed.tiles import LINE, TILE
 
 
 @numba.njit(nogil=True, fastmath=FAST)
