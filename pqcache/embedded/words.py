@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from tokenizers import Tokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
@@ -29,20 +31,26 @@ class Words:
     values_eval: tuple[str, ...]
 
 
-def _compose(tokenizer: PreTrainedTokenizerBase, beginning: str, limit: int) -> list[str]:
+def _compose(tokenizer: Tokenizer, beginning: str, limit: int) -> list[str]:
     """All words beginning + ending that the tokenizer splits into these two tokens, sorted."""
     vocab = sorted(tokenizer.get_vocab().items(), key=lambda item: item[1])
     tokens = [t for t, _ in vocab]
     firsts = [t for t in tokens if re.fullmatch(beginning, t)][:limit]
     lasts = [t for t in tokens if re.fullmatch("[a-z]{2,4}", t)][:_ENDINGS]
     combos = [(a, b) for a in firsts for b in lasts]
-    encoded = tokenizer.backend_tokenizer.encode_batch([f" {a[1:]}{b}" for a, b in combos], add_special_tokens=False)
+    encoded = tokenizer.encode_batch([f" {a[1:]}{b}" for a, b in combos], add_special_tokens=False)
     return sorted(a[1:] + b for (a, b), e in zip(combos, encoded, strict=True) if e.tokens == [a, b])
 
 
-@lru_cache(maxsize=2)
 def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
-    """The evaluation words of a tokenizer. Takes about a second, then cached."""
+    """The evaluation words of a tokenizer."""
+    return _words(tokenizer.backend_tokenizer.to_str())
+
+
+@lru_cache(maxsize=2)
+def _words(description: str) -> Words:
+    """Takes a part of a second: kept for all tokenizers of this description."""
+    tokenizer = Tokenizer.from_str(description)
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}
     values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]

@@ -14,7 +14,7 @@ from numba.cpython.unsafe import tuple as unsafe
 from numba.extending import intrinsic
 
 _intrinsic: Any = intrinsic
-# a tuple with one entry replaced: tuples serve as accumulators, see attend.block
+# a tuple with one entry replaced: tuples serve as accumulators, see rows.py
 tuple_setitem: Any = unsafe.tuple_setitem
 FAST = {"reassoc", "contract", "arcp", "nsz"}  # additions in any order; NaN and infinity stay what they are
 SCALE = 64  # weights times 2^64 are normal numbers where fp32 has subnormal ones, which some CPUs multiply much slower
