@@ -87,14 +87,14 @@ def _attend_part(k, v, row, head, start, end, heads, memory):
             if new_keys and k.outliers:
                 first_outliers(k, row, head + h, start, mem)
             if new_keys and k.rank:
-                see_block(k, row, head + h, start, heads, mem)
+                see_block(k, row, head + h, start, mem)
             if refill:
-                read_outliers(k, row, head + h, window, ahead - window, heads, mem)
+                read_outliers(k, row, head + h, window, ahead - window, mem)
             if new_values and v_block >= 0:
                 end_block(v, row, head + h, v_block, heads, mem)
             segments[h] = _attend_tile(k, v, row, head + h, start, stop, window, segments[h], heads, mem)
         if v.outliers:
-            add_outliers(v, row, start, stop - start, heads, memory)
+            add_outliers(v, row, start, stop - start, memory)
         if new_keys:
             k_block = start // k.length
         if new_values:
@@ -123,13 +123,13 @@ def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
             mem = memory[h]
             for i in range(ADDED, sizes.shape[0]):
                 floats(mem[i], sizes[i])[:] = 0
-            floats(mem[HIGH], len(heads))[:] = -np.inf
+            floats(mem[HIGH], heads)[:] = -np.inf
             read_query(k[number], q[line + h * apart], heads, mem)
         _attend_part(k[number], v[number], row, head, start, end, heads, memory[:kv_heads])
         for h in range(kv_heads):
             result(v[number], row, head + h, heads, memory[h], out[place + h])
-            high[place + h] = floats(memory[h, HIGH], len(heads))
-            mass[place + h] = floats(memory[h, MASS], len(heads))
+            high[place + h] = floats(memory[h, HIGH], heads)
+            mass[place + h] = floats(memory[h, MASS], heads)
     space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
@@ -293,8 +293,8 @@ def _score(first, last, q, k, sizes, heads, out):
         for start in range(0, out.shape[3], TILE):
             count = min(TILE, out.shape[3] - start)
             segment = score_codes(k[0], k[0], row, head, start, count, segment, heads, mem)
-            for a in range(len(heads)):
-                to = out[row, head, block * len(heads) + a, start : start + count]
+            for a in range(heads):
+                to = out[row, head, block * heads + a, start : start + count]
                 to[:] = floats(mem[LOGITS] + 4 * a * LINE, count)
     space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
@@ -305,9 +305,9 @@ def scores(q: torch.Tensor, codes: Codes, scaling: float) -> torch.Tensor:
     queries = _blocks(q, codes.codes.shape[1], scaling)
     _, h_kv, blocks, block, _ = queries.shape
     k = np.array([_stream(codes, products, block)], STREAM)
-    out, zeros = np.empty((n, h_kv, blocks * block, codes.tokens), np.float32), (np.float32(0),) * block
+    out = np.empty((n, h_kv, blocks * block, codes.tokens), np.float32)
     cost = n * h_kv * blocks * codes.tokens * d / CODES_PER_NS / 2
-    run(_score, n * h_kv * blocks, queries, k, sizes_of(k, k, d, block), zeros, out, cost=cost)
+    run(_score, n * h_kv * blocks, queries, k, sizes_of(k, k, d, block), block, out, cost=cost)
     return torch.from_numpy(out)[:, :, : h // h_kv].reshape(n, h, -1)
 
 
@@ -333,10 +333,9 @@ def attend_codes(q: torch.Tensor, runs: Sequence[Run], scaling: float) -> tuple[
     queries, h = queries.reshape(-1, block, d), q.shape[1]
     parts = np.empty((len(places), block, d), np.float32)
     high, mass = np.empty((2, len(places), block), np.float32)
-    zeros = (np.float32(0),) * block
     numbers = int((tasks[:, 3] * (tasks[:, 8] - tasks[:, 7])).sum()) * d
     run(
-        _attend, len(tasks), queries, k, v, tasks, sizes_of(k, v, d, block), zeros, parts, high, mass,
+        _attend, len(tasks), queries, k, v, tasks, sizes_of(k, v, d, block), block, parts, high, mass,
         cost=numbers / CODES_PER_NS,
     )  # fmt: skip
     out, lse = np.zeros_like(queries), np.empty(queries.shape[:2], np.float32)

@@ -28,14 +28,14 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     read_tile,
 )
-from pqcache.kernels.packed.tiles import LINE, TILE
+from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 
 @numba.njit(nogil=True)
 def read_query(k, q, heads, mem):
     """A block's queries q (heads, d), also with heads side by side."""
-    query, beside = floats(mem[QUERY], (len(heads), k.d)), floats(mem[BESIDE_QUERY], (k.d, len(heads)))
-    for a in range(len(heads)):
+    query, beside = floats(mem[QUERY], (heads, k.d)), floats(mem[BESIDE_QUERY], (k.d, MOST_HEADS))
+    for a in range(heads):
         for j in range(k.d):
             query[a, j] = beside[j, a] = q[a, j]
 
@@ -45,8 +45,8 @@ def _fold(k, row, head, segment, heads, mem):
     """Queries times the channel steps of a segment, their sums, and their products with its lows."""
     read_channels(k, row * k.channel_row + head * k.channel_head + segment * k.channel_segment, mem)
     step, low = floats(mem[CHANNELS], k.d), floats(mem[CHANNELS] + 4 * k.d, k.d)
-    sums = floats(mem[SUMS], (2, len(heads)))
-    for a in range(len(heads)):
+    sums = floats(mem[SUMS], (2, heads))
+    for a in range(heads):
         query, folded = floats(mem[QUERY] + 4 * a * k.d, k.d), floats(mem[FOLDED] + 4 * a * k.d, k.d)
         added = summed = np.float32(0)
         for j in range(k.d):
@@ -67,7 +67,7 @@ def _codes_of(stream, row, head, token):
 def score_codes(k, v, row, head, start, count, segment, heads, mem):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
     codes, stride = read_tile(k, row, head, start, count, mem)
-    steps, lows, sums = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[SUMS], (2, len(heads)))
+    steps, lows, sums = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[SUMS], (2, heads))
     first = 0
     while first < count:
         here = (k.offset + start + first) // k.span
@@ -81,7 +81,7 @@ def score_codes(k, v, row, head, start, count, segment, heads, mem):
             mem[FOLDED], mem[LOGITS] + 4 * first,
             _codes_of(k, row, head, soon), k.codes_token, _codes_of(v, row, head, soon), v.codes_token, k.table,
         ))  # fmt: skip
-        for a in range(len(heads)):
+        for a in range(heads):
             logits, added, whole = floats(mem[LOGITS] + 4 * a * LINE, LINE), sums[0, a], sums[1, a]
             if k.groups == 1 and k.read == k.bits:  # else decoding has applied them
                 for i in range(first, last):
@@ -122,15 +122,15 @@ def first_outliers(k, row, head, start, mem):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def read_outliers(k, row, head, start, count, heads, mem):
-    """By how much outliers of key channels change the logits of `count` tokens, in one block: AHEAD (WINDOW, heads).
+def read_outliers(k, row, head, start, count, mem):
+    """By how much outliers of key channels change the logits of `count` tokens, in one block: AHEAD (WINDOW, MOST_HEADS).
 
     Many tiles at once, since the end of each channel's entries is a jump that the processor cannot foresee.
     """
     cursor, nears = at(mem[CURSOR], k.d, np.int32(0)), floats(mem[NEAR], k.d)
     block = row * k.entry_row + head * k.entry_head + start // k.length * k.entry_block
     positions, size, most, step, within = k.positions, k.position_bytes, k.outliers, k.entry_next, start % k.length
-    ahead, query = floats(mem[AHEAD], count * len(heads)), floats(mem[BESIDE_QUERY], k.d * len(heads))
+    ahead, query = floats(mem[AHEAD], count * MOST_HEADS), floats(mem[BESIDE_QUERY], k.d * MOST_HEADS)
     ahead[:] = 0
     for j in range(k.d):
         entry, near = cursor[j], nears[j]
@@ -141,8 +141,8 @@ def read_outliers(k, row, head, start, count, heads, mem):
             if not k.alike:
                 near = _near(k, row, head, start + i, j)
             change = floats(k.values + 4 * (block + entry * step + j), 1)[0] - near
-            for a in range(len(heads)):
-                ahead[i * len(heads) + a] += change * query[j * len(heads) + a]
+            for a in range(MOST_HEADS):
+                ahead[i * MOST_HEADS + a] += change * query[j * MOST_HEADS + a]
             entry += 1
         cursor[j] = entry
 
@@ -150,25 +150,25 @@ def read_outliers(k, row, head, start, count, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def score_outliers(first, count, heads, mem):
     """Add to the tile's logits what outliers change; the tile begins with token `first` of those read ahead."""
-    ahead = floats(mem[AHEAD] + 4 * len(heads) * first, (count, len(heads)))
-    for a in range(len(heads)):
+    ahead = floats(mem[AHEAD] + 4 * MOST_HEADS * first, (count, MOST_HEADS))
+    for a in range(heads):
         logits = floats(mem[LOGITS] + 4 * a * LINE, LINE)
         for i in range(count):
             logits[i] += ahead[i, a]
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def see_block(k, row, head, start, heads, mem):
+def see_block(k, row, head, start, mem):
     """The query times the second low-rank factor of a block: SEEN."""
-    seen, line = floats(mem[SEEN], (k.rank, len(heads))), floats(mem[ONE], k.d)
-    query = floats(mem[BESIDE_QUERY], (k.d, len(heads)))
+    seen, line = floats(mem[SEEN], (k.rank, MOST_HEADS)), floats(mem[ONE], k.d)
+    query = floats(mem[BESIDE_QUERY], (k.d, MOST_HEADS))
     address = k.b + row * k.b_row + head * k.b_head + start // k.length * k.b_block
     for r in range(k.rank):
         widen(address + 2 * r * k.d, line)
-        for a in range(len(heads)):
+        for a in range(MOST_HEADS):
             seen[r, a] = 0
         for j in range(k.d):
-            for a in range(len(heads)):
+            for a in range(MOST_HEADS):
                 seen[r, a] += line[j] * query[j, a]
 
 
@@ -176,10 +176,10 @@ def see_block(k, row, head, start, heads, mem):
 def score_low_rank(k, row, head, start, count, heads, mem):
     """Add q . (a b) to the tile's logits, as a . (b q). The tile is in one block."""
     read_factors(k, row, head, start, count, mem)
-    seen = floats(mem[SEEN], (k.rank, len(heads)))
+    seen = floats(mem[SEEN], (k.rank, MOST_HEADS))
     for r in range(k.rank):
         factors = floats(mem[FACTORS] + 4 * r * TILE, TILE)
-        for a in range(len(heads)):
+        for a in range(heads):
             product, logits = seen[r, a], floats(mem[LOGITS] + 4 * a * LINE, LINE)
             for i in range(count):
                 logits[i] += product * factors[i]

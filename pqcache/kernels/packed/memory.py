@@ -6,7 +6,7 @@ import numba
 import numpy as np
 
 from pqcache.kernels.numeric import at, floats, half, widen
-from pqcache.kernels.packed.tiles import LINE, TILE
+from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 WINDOW = 512  # tokens whose outliers are read at a time; a multiple of TILE
 
@@ -35,23 +35,23 @@ STREAM = np.dtype([(name, np.int64) for name in _FIELDS])
 
 # A thread's memory for each KV head of a task is a line of addresses. Arrays would count references at every use. fp32.
 LOGITS = 0  # (heads, LINE); later the probabilities
-BESIDE = 1  # (TILE, heads): the probabilities, a token's heads side by side
-AHEAD = 2  # (WINDOW, heads): what outliers add to the logits of this tile and the next ones
+BESIDE = 1  # (TILE, MOST_HEADS): the probabilities, a token's heads side by side: loops over so many are unrolled
+AHEAD = 2  # (WINDOW, MOST_HEADS): what outliers add to the logits of this tile and the next ones
 NUMBERS = 3  # (TILE, d), or of a few tokens: what codes stand for
 STEPS, LOWS = 4, 5  # (TILE, groups): of the tile's tokens
 CHANNELS = 6  # (2, d): steps (1 where there are none) and lows of a segment's channels
 QUERY = 7  # (heads, d)
 FOLDED = 8  # (heads, d): times the segment's steps
-BESIDE_QUERY = 9  # (d, heads): a channel's heads side by side
+BESIDE_QUERY = 9  # (d, MOST_HEADS): a channel's heads side by side
 SUMS = 10  # (2, heads): of the query times the segment's lows, of the folded query
 FACTORS = 11  # (rank, TILE): low-rank factors of the tile's tokens
-SEEN = 12  # (rank, heads): the query times the other factor of the block
+SEEN = 12  # (rank, MOST_HEADS): the query times the other factor of the block
 ONE = 13  # (d,)
 CURSOR = 14  # (d,) int32: each channel's next outlier
 NEAR = 15  # (d,): what the code stands for that outliers of a channel have in their places, where it is one
 ADDED = 16  # what a task adds up begins here: (heads, d) weighted codes
 DENSE = 17  # (heads, d): the low-rank part
-SPARSE = 18  # (d, heads): outliers' differences
+SPARSE = 18  # (d, MOST_HEADS): outliers' differences
 WEIGHTED = 19  # (heads,): weighted lows of tokens with one group
 LOW_RANK = 20  # (rank, heads): weighted factors of the current block
 HIGH, MASS = 21, 22  # (heads,): the running maximum, and the sum of weights
@@ -60,11 +60,11 @@ HIGH, MASS = 21, 22  # (heads,): the running maximum, and the sum of weights
 def sizes_of(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
     """Floats of each array above, for streams of any of the runs k, v (runs,) of STREAM. heads: of a block."""
     groups, rank = (max(1, int(k[name].max()), int(v[name].max())) for name in ("groups", "rank"))
-    ahead = WINDOW * heads if k["outliers"].any() else 0
-    tile = TILE * groups
+    ahead = WINDOW * MOST_HEADS if k["outliers"].any() else 0
+    tile, beside = TILE * groups, d * MOST_HEADS
     return np.array([
-        heads * LINE, TILE * heads, ahead, TILE * max(d, rank), tile, tile, 2 * d, heads * d, heads * d, d * heads, 2 * heads,
-        rank * TILE, rank * heads, d, d, d, heads * d, heads * d, d * heads, heads, rank * heads, heads, heads,
+        heads * LINE, TILE * MOST_HEADS, ahead, TILE * max(d, rank), tile, tile, 2 * d, heads * d, heads * d, beside, 2 * heads,
+        rank * TILE, rank * MOST_HEADS, d, d, d, heads * d, heads * d, beside, heads, rank * heads, heads, heads,
     ], np.int64)  # fmt: skip
 
 

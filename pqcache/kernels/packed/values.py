@@ -27,15 +27,15 @@ from pqcache.kernels.packed.memory import (
     read_factors,
     read_tile,
 )
-from pqcache.kernels.packed.tiles import LINE, TILE
+from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 
 @numba.njit(nogil=True, fastmath=FAST)
 def _shrink(v, a, factor, heads, mem):
     """Scale what head a has added up."""
     codes, dense = floats(mem[ADDED] + 4 * a * v.d, v.d), floats(mem[DENSE] + 4 * a * v.d, v.d)
-    weighted, mass = floats(mem[WEIGHTED], len(heads)), floats(mem[MASS], len(heads))
-    sparse, low_rank = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[LOW_RANK], (max(1, v.rank), len(heads)))
+    weighted, mass = floats(mem[WEIGHTED], heads), floats(mem[MASS], heads)
+    sparse, low_rank = floats(mem[SPARSE], (v.d, MOST_HEADS)), floats(mem[LOW_RANK], (max(1, v.rank), heads))
     mass[a] *= factor
     weighted[a] *= factor
     for j in range(v.d):
@@ -53,8 +53,8 @@ def _shrink(v, a, factor, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def softmax(v, count, heads, mem):
     """Logits become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
-    high, mass = floats(mem[HIGH], len(heads)), floats(mem[MASS], len(heads))
-    for a in range(len(heads)):
+    high, mass = floats(mem[HIGH], heads), floats(mem[MASS], heads)
+    for a in range(heads):
         line = floats(mem[LOGITS] + 4 * a * LINE, count)
         top = largest(line)
         if top > high[a]:
@@ -67,9 +67,9 @@ def softmax(v, count, heads, mem):
 def add_codes(v, row, head, start, count, heads, mem):
     """Add the tile's weighted values: codes, steps and lows."""
     codes, stride = read_tile(v, row, head, start, count, mem)
-    steps, lows, weighted = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[WEIGHTED], len(heads))
-    beside = floats(mem[BESIDE], (TILE, len(heads)))
-    for a in range(len(heads)):
+    steps, lows, weighted = floats(mem[STEPS], TILE), floats(mem[LOWS], TILE), floats(mem[WEIGHTED], heads)
+    beside = floats(mem[BESIDE], (TILE, MOST_HEADS))
+    for a in range(heads):
         weights = floats(mem[LOGITS] + 4 * a * LINE, LINE)
         if v.outliers:  # they are added for all KV heads at once
             for i in range(count):
@@ -93,7 +93,7 @@ def _near(v, row, start, i, head, j, mem):
 
 
 @numba.njit(nogil=True, fastmath=FAST)
-def add_outliers(v, row, start, count, heads, memory):
+def add_outliers(v, row, start, count, memory):
     """Add by how much outliers of a tile's tokens differ from their codes, for all KV heads."""
     positions, size, most, d = v.positions, v.position_bytes, v.outliers, v.d
     by_d = (np.int64(1) << 40) // d + 1  # a division would cost more than all else
@@ -106,9 +106,9 @@ def add_outliers(v, row, start, count, heads, memory):
             if not v.alike or entry == line:
                 near = _near(v, row, start, i, head, j, memory[head])
             change = floats(v.values + 4 * entry, 1)[0] - near
-            to = floats(memory[head, SPARSE] + 4 * len(heads) * j, len(heads))
-            weights = floats(memory[head, BESIDE] + 4 * len(heads) * i, len(heads))
-            for a in range(len(heads)):
+            to = floats(memory[head, SPARSE] + 4 * MOST_HEADS * j, MOST_HEADS)
+            weights = floats(memory[head, BESIDE] + 4 * MOST_HEADS * i, MOST_HEADS)
+            for a in range(MOST_HEADS):
                 to[a] += change * weights[a]
 
 
@@ -116,10 +116,10 @@ def add_outliers(v, row, start, count, heads, memory):
 def add_factors(v, row, head, start, count, heads, mem):
     """Add p a to the sums of the current block, which the tile is in."""
     read_factors(v, row, head, start, count, mem)
-    added = floats(mem[LOW_RANK], (v.rank, len(heads)))
+    added = floats(mem[LOW_RANK], (v.rank, heads))
     for r in range(v.rank):
         factors = floats(mem[FACTORS] + 4 * r * TILE, TILE)
-        for a in range(len(heads)):
+        for a in range(heads):
             product, weights = np.float32(0), floats(mem[LOGITS] + 4 * a * LINE, LINE)
             for i in range(count):
                 product += weights[i] * factors[i]
@@ -129,11 +129,11 @@ def add_factors(v, row, head, start, count, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def end_block(v, row, head, block, heads, mem):
     """Add (p a) b of a block that is over, and begin with the next."""
-    added, line = floats(mem[LOW_RANK], (v.rank, len(heads))), floats(mem[ONE], v.d)
+    added, line = floats(mem[LOW_RANK], (v.rank, heads)), floats(mem[ONE], v.d)
     address = v.b + row * v.b_row + head * v.b_head + block * v.b_block
     for r in range(v.rank):
         widen(address + 2 * r * v.d, line)
-        for a in range(len(heads)):
+        for a in range(heads):
             product, dense = added[r, a], floats(mem[DENSE] + 4 * a * v.d, v.d)
             for j in range(v.d):
                 dense[j] += product * line[j]
@@ -143,11 +143,11 @@ def end_block(v, row, head, block, heads, mem):
 @numba.njit(nogil=True, fastmath=FAST)
 def result(v, row, head, heads, mem, out):
     """All that was added up, times the channels' steps: out (heads, d), to be divided by the sums' mass."""
-    codes, dense = floats(mem[ADDED], (len(heads), v.d)), floats(mem[DENSE], (len(heads), v.d))
-    sparse, weighted = floats(mem[SPARSE], (v.d, len(heads))), floats(mem[WEIGHTED], len(heads))
-    mass, lines = floats(mem[MASS], len(heads)), floats(mem[CHANNELS], (2, v.d))
+    codes, dense = floats(mem[ADDED], (heads, v.d)), floats(mem[DENSE], (heads, v.d))
+    sparse, weighted = floats(mem[SPARSE], (v.d, MOST_HEADS)), floats(mem[WEIGHTED], heads)
+    mass, lines = floats(mem[MASS], heads), floats(mem[CHANNELS], (2, v.d))
     read_channels(v, row * v.channel_row + head * v.channel_head, mem)
-    for a in range(len(heads)):
+    for a in range(heads):
         for j in range(v.d):
             value = codes[a, j] + weighted[a]
             if v.rank:
