@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -65,6 +66,7 @@ line = st.builds(
 )
 
 
+@pytest.mark.rest
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck), phases=[Phase.generate])
 @given(line)
 def test_a_command_line_is_a_plan_or_one_line_per_error(argv: list[str]) -> None:

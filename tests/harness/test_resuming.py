@@ -86,6 +86,7 @@ def test_fresh_does_a_cell_again_and_keeps_the_old_files(
     assert (folder / "row.json.replaced-2").exists() and list(rows(tmp_path / "out")) == ["oracle 0.2"]
 
 
+@pytest.mark.rest
 def test_other_weights_under_the_same_path_are_computed_again(
     command: Command, tiny: Path, tmp_path: Path, generated: list[int]
 ) -> None:

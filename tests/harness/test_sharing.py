@@ -63,7 +63,7 @@ def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, reco
     assert samples(tmp_path / "out")["snapkv"].keys() == set(range(7))
 
 
-@pytest.mark.parametrize("engine", [False, True])
+@pytest.mark.parametrize("engine", [False, pytest.param(True, marks=pytest.mark.rest)])
 def test_a_failing_prompt_is_said_once_and_every_other_one_is_shared(
     command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture, generated: list[int], on: Any, engine: bool
 ) -> None:

@@ -15,6 +15,7 @@ from tests.harness.cells import Capture, Command, lines_of, rows
 TASK = ("task=fidelity", "task.length=200", "task.tokens=8")
 
 
+@pytest.mark.rest
 def test_a_sweep_has_the_numbers_of_each_prompt(command: Command, tmp_path: Path, capsys: Capture) -> None:
     assert command("-m", *TASK, "method=full,streaming", "budget=0.2", "limit=3", "shared_prefill=all") == 0
     assert "KL to Full" in (said := capsys.readouterr().out) and "the share of decode steps" in said
@@ -41,6 +42,7 @@ def test_a_sweep_has_the_numbers_of_each_prompt(command: Command, tmp_path: Path
     assert "3 prompts of 19" in fidelity.caption(shown) and "7 decode steps" in fidelity.caption(shown)
 
 
+@pytest.mark.rest
 def test_alone_and_shared_agree(command: Command, tmp_path: Path) -> None:
     """The reference that a cell writes for itself is the one that cells share."""
     for shared, out in (("false", tmp_path / "alone"), ("all", tmp_path / "out")):

@@ -29,6 +29,7 @@ def start(command: Command, monkeypatch: Patch) -> Command:
     return lambda *arguments: command("method=full", *arguments)
 
 
+@pytest.mark.rest
 def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, capsys: Capture) -> None:
     files = {}
     for dataset in DATASETS:

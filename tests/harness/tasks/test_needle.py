@@ -84,6 +84,7 @@ def test_haystack_of_files_is_sorted_and_repeated(tokenizer, tmp_path: Path) -> 
     assert "No text file." not in prompt
 
 
+@pytest.mark.rest
 def test_haystack_of_the_book(tokenizer) -> None:
     spec, tasks = build("needle", {"lengths": [1024], "depths": [0, 50], "haystack": "book"}, tokenizer)
     whole, half = (doc["prompt"].removeprefix(task.HEAD).removesuffix(task.TAIL) for doc in tasks["needle"][1])

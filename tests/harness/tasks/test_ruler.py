@@ -41,6 +41,7 @@ def test_ruler_rows_have_their_answers_and_fit(tokenizer: Any) -> None:
                 assert set(sorted(counts, key=counts.__getitem__)[-len(row["answer"]) :]) == set(row["answer"])
 
 
+@pytest.mark.rest
 def test_ruler_over_the_shipped_book(tokenizer: Any) -> None:
     options = {"source": "constructed", "haystack": "book", "length": 2048}
     spec, tasks = build("ruler", options, tokenizer, limit=2)

@@ -40,6 +40,7 @@ def test_perplexity_exact(call: Any, tmp_path: Path, capsys: Capture) -> None:
     assert "metrics   perplexity" in capsys.readouterr().out
 
 
+@pytest.mark.rest
 def test_perplexity_streaming(call: Any) -> None:
     typed = ["task=pg19", "task.mode=stream", "task.tokens=300", "task.prefill=200"]
     row = call(*typed, "method=streaming", "budget=0.3")["streaming"]

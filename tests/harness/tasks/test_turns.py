@@ -22,6 +22,7 @@ CHAT = [
 ]
 
 
+@pytest.mark.rest
 def test_a_sweep_has_the_score_of_each_turn(command: Command, tmp_path: Path, capsys: Capture) -> None:
     assert command("experiment=turns", *SMALL, "method=full,snapkv") == 0
     assert " fall " in (said := capsys.readouterr().out) and "fall: the first turn's minus the last one's" in said
