@@ -246,7 +246,10 @@ def _bounds(first, last, products, positive, negative, low, high, steps, start, 
         row, head = task // heads, task % heads
         _logits(products, positive[row, head], high[row, head], steps[1], start, start + pages, rows, out[row, head])
         _logits(products, negative[row, head], low[row, head], steps[0], start, start + pages, rows, other)
-        out[row, head] += other
+        for a in range(other.shape[0]):
+            total, more = out[row, head, a], other[a]
+            for i in range(pages):
+                total[i] += more[i]
 
 
 def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: int, last: int) -> torch.Tensor:

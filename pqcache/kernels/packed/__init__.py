@@ -54,7 +54,7 @@ def _end_of_tile(k, v, start, end):
     return end
 
 
-@numba.njit(nogil=True)
+@numba.njit(nogil=True, inline="always")
 def _attend_tile(k, v, row, head, start, stop, window, segment, heads, mem):
     """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
     count = stop - start
@@ -128,8 +128,9 @@ def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
         _attend_part(k[number], v[number], row, head, start, end, heads, memory[:kv_heads])
         for h in range(kv_heads):
             result(v[number], row, head + h, heads, memory[h], out[place + h])
-            high[place + h] = floats(memory[h, HIGH], heads)
-            mass[place + h] = floats(memory[h, MASS], heads)
+            largest, sums = floats(memory[h, HIGH], heads), floats(memory[h, MASS], heads)
+            for a in range(heads):  # an assignment of arrays would compile texts of errors for seconds
+                high[place + h, a], mass[place + h, a] = largest[a], sums[a]
     space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
@@ -138,7 +139,8 @@ def _merge(lines, parts, high, mass, out, lse):
     """Join the tasks of each line of queries: parts (t, heads, d), high and mass (t, heads) -> out (lines, heads, d), lse."""
     lse[:] = -np.inf
     for task in range(lines.shape[0]):
-        lse[lines[task]] = np.maximum(lse[lines[task]], high[task])
+        for a in range(lse.shape[1]):
+            lse[lines[task], a] = max(lse[lines[task], a], high[task, a])
     total = np.zeros_like(lse)
     for task in range(lines.shape[0]):
         line = lines[task]
@@ -294,8 +296,9 @@ def _score(first, last, q, k, sizes, heads, out):
             count = min(TILE, out.shape[3] - start)
             segment = score_codes(k[0], k[0], row, head, start, count, segment, heads, mem)
             for a in range(heads):
-                to = out[row, head, block * heads + a, start : start + count]
-                to[:] = floats(mem[LOGITS] + 4 * a * LINE, count)
+                to, line = out[row, head, block * heads + a], floats(mem[LOGITS] + 4 * a * LINE, count)
+                for i in range(count):
+                    to[start + i] = line[i]
     space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
 
