@@ -13,6 +13,7 @@ from pqcache.selective import Budget, Method, SelectiveCache, attach
 from pqcache.selective.eviction import EvictionLayer
 from tests.baselines.common import RETRIEVERS, OneLayer
 from tests.drawn import Pick, drawn, examples
+from tests.thin import thin
 
 FIFTH = Budget(ratio=0.2)
 EVICTORS: dict[str, dict[str, Any]] = {
@@ -48,7 +49,7 @@ def conversation(model: PreTrainedModel, method: Method, chunk: int | None = Non
 
 
 @pytest.mark.parametrize("retrieve", RETRIEVERS)
-@pytest.mark.parametrize("store", ["resident", "host"])
+@pytest.mark.parametrize("store", thin(["resident", "host"], 2))
 def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retrieve: str, store: str) -> None:
     options = {**options_of(retrieve), "store": store}
     alone = conversation(llama, method_class(retrieve)(budget=FIFTH, **options))

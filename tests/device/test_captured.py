@@ -191,6 +191,7 @@ def test_one_note_where_steps_cannot_be_recorded(llama: PreTrainedModel, replays
     assert len(noted) == 1 and not replays
 
 
+@pytest.mark.rest
 def test_a_device_that_refuses_costs_a_note(
     llama: PreTrainedModel, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from lm_eval import evaluate
 from pqcache.harness.tasks import TASKS, base, task_class, task_of
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import Answer, build, request_of
+from tests.thin import thin
 
 POCKET = [name for name in TASKS if name.startswith("pocket_")]
 # Documents that are generated, and answered by the embedded model.
@@ -62,7 +63,7 @@ def test_the_example_of_a_new_task_works(tokenizer: Any, tmp_path: Path) -> None
         assert [sample[spec.metric["echo"]] for sample in results["samples"]["echo"]] == [expected]
 
 
-@pytest.mark.parametrize("name", [*CONSTRUCTED, "needle", "needle_pocket", "pocket_chain"])
+@pytest.mark.parametrize("name", thin([*CONSTRUCTED, "needle", "needle_pocket", "pocket_chain"], 2))
 def test_documents_are_seeded_and_a_limit_only_adds(name: str, tokenizer: Any) -> None:
     constructed = name in CONSTRUCTED
     options = {"source": "constructed", **CONSTRUCTED[name]} if constructed else GENERATED[name]
