@@ -51,6 +51,8 @@ def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
 def _words(description: str) -> Words:
     """Takes a part of a second: kept for all tokenizers of this description."""
     tokenizer = Tokenizer.from_str(description)
+    tokenizer.no_padding()  # what a call left behind is part of the description
+    tokenizer.no_truncation()
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}
     values = [v for v in _compose(tokenizer, "Ġ[a-z]{2,4}", _VALUE_BEGINNINGS) if v not in taken]

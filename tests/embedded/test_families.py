@@ -29,6 +29,17 @@ def scene_of(tok: PreTrainedTokenizerBase, family: str, seed: int, units: int = 
     return FAMILIES[family].make(rng, Lexicon(rng, words.names_eval, words.values_eval), units)
 
 
+def test_words_do_not_depend_on_what_a_call_left_behind(tok: PreTrainedTokenizerBase) -> None:
+    before = pseudo_words(tok)
+    try:
+        tok(["a"], padding="max_length", truncation=True, max_length=1)
+        assert tok.backend_tokenizer.truncation and tok.backend_tokenizer.padding
+        assert pseudo_words(tok) == before
+    finally:
+        tok.backend_tokenizer.no_padding()
+        tok.backend_tokenizer.no_truncation()
+
+
 @pytest.mark.parametrize("length", [512, 4096])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_have_the_length_asked_for_and_words_held_out_from_training(
