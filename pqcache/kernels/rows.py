@@ -4,6 +4,7 @@ Those over rows are called by their addresses (loops.py).
 """
 
 from collections.abc import Callable
+from functools import cache
 
 import numba
 import numpy as np
@@ -99,11 +100,13 @@ def _add_rows(kind: str, known: int, heads: int, stamp: str) -> Callable[..., No
     return run
 
 
+@cache
 def products(kind: str, d: int, heads: int) -> int:
     """The address of `_products` for rows of d numbers of a kind, `heads` query heads at a time."""
     return compiled(_products, kind, d if d in _CONSTANT else 0, heads).address
 
 
+@cache
 def add_rows(kind: str, d: int, heads: int) -> int:
     """The address of `_add_rows`, as `products`."""
     return compiled(_add_rows, kind, d if d in _CONSTANT else 0, heads).address
