@@ -49,9 +49,9 @@ def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
 
 @lru_cache(maxsize=2)
 def _words(description: str) -> Words:
-    """Takes a part of a second: kept for all tokenizers of this description."""
+    """The words of a tokenizer, by its description in JSON; finding them takes a third of a second."""
     tokenizer = Tokenizer.from_str(description)
-    tokenizer.no_padding()  # what a call left behind is part of the description
+    tokenizer.no_padding()  # the description has the padding and truncation of the tokenizer's last call
     tokenizer.no_truncation()
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
     taken = {n.lower() for n in names}

@@ -20,7 +20,7 @@ from pqcache.kernels import launch
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run
 from pqcache.kernels.loops import call
 from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
-from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, products, softmax
+from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, loop_at, products, softmax
 from pqcache.kernels.scaling import Scaling
 
 Array = np.ndarray[Any, Any]
@@ -186,8 +186,8 @@ def _partial(
 ) -> Attended:
     """Attention of queries (Q, n, h, 1, d) over segments (n, h_kv, R, COLUMNS).
 
-    tokens: of all rows and heads, roughly. parts: of a head, at most. sums (n, h or h_kv, T): grow by the probabilities of the
-    first segment's T tokens. Neither sinks nor a cap of a `Scaling` are served.
+    tokens: of all rows and heads, roughly. parts: of a head, at most. sums (n, h or h_kv, T) fp32, tokens side by side: grow by
+    the probabilities of the first segment's T tokens. Neither sinks nor a cap of a `Scaling` are served.
     """
     many, n, h, _, d = queries.shape
     h_kv = segments.shape[1]
@@ -200,9 +200,9 @@ def _partial(
         added = (sums.data_ptr(), each, 4 * row, 4 * head * each, 4 * head)
     result, lse = np.empty((n, h_kv, g, d), np.float32), np.zeros((n, h_kv, parts, 2, g), np.float32)
     run(
-        _attend, n * h_kv * parts, products(kind, d, heads), add_rows(kind, d, heads), d * np.dtype(kind).itemsize,
-        queries.reshape(many, n, h_kv, g, d).float().numpy(), np.float32(scaling), segments, steps, marks, bias,
-        np.empty((n, h_kv, g, window), np.float32),
+        _attend, n * h_kv * parts, loop_at(products, kind, d, heads), loop_at(add_rows, kind, d, heads),
+        d * np.dtype(kind).itemsize, queries.reshape(many, n, h_kv, g, d).float().numpy(), np.float32(scaling),
+        segments, steps, marks, bias, np.empty((n, h_kv, g, window), np.float32),
         np.zeros((n, h_kv, parts, padded, d), np.float32), lse,
         np.zeros((n, h_kv), np.int64), result, added, cost=tokens * (steps[0] + steps[1]) / BYTES_PER_NS,
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Inner loops that are compiled apart, for constants, when they are first met; kernels call them by their addresses.
+"""Inner loops of kernels. Each is compiled on its own when it is first needed; the kernel around it calls it by its address.
 
-A loop of unknown length spends much of its time on its ends, and a kernel with a copy for every length, number format and
-number of heads takes long to compile: most of that is the kernel around them.
+A loop is compiled for constants, such as the head dimension: one of unknown length spends much of its time on its ends. The
+kernel takes far longer to compile than the loop, so it is compiled once for all of them.
 """
 
 from collections.abc import Callable

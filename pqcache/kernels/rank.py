@@ -15,7 +15,7 @@ from pqcache.kernels.attend import addresses, block
 from pqcache.kernels.launch import BYTES_PER_NS, kernel, run
 from pqcache.kernels.loops import call
 from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest
-from pqcache.kernels.rows import products
+from pqcache.kernels.rows import loop_at, products
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
 _REST = 32 - _FIRST
@@ -200,7 +200,7 @@ def best_by_products(
     spans, ends, counts = _spans(over, hi, k)
     cost = h_kv * sum(end - start for start, end in over) * (2 * g + 4 * r / BYTES_PER_NS)
     at, step = addresses(keys, 0, 1), 4 * keys.stride(2)
-    run(_rank, n * h_kv, products(FP32, r, heads), query, at, step, spans, lo, ends, counts, g, out, cost=cost)
+    run(_rank, n * h_kv, loop_at(products, FP32, r, heads), query, at, step, spans, lo, ends, counts, g, out, cost=cost)
     return torch.from_numpy(out)
 
 
@@ -268,5 +268,6 @@ def page_bounds(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor, first: i
     out = np.zeros((n, h_kv, padded, pages + 1), np.float32)
     cost = n * h_kv * pages * 8 * d / BYTES_PER_NS
     pages_at, steps = (addresses(low, 0, 1), addresses(high, 0, 1)), (4 * low.stride(2), 4 * high.stride(2))
-    run(_bounds, n * h_kv, products(FP32, d, heads), positive, negative, *pages_at, steps, first, out, cost=cost)
+    loop = loop_at(products, FP32, d, heads)
+    run(_bounds, n * h_kv, loop, positive, negative, *pages_at, steps, first, out, cost=cost)
     return torch.from_numpy(out)[:, :, :g, :pages].reshape(n, h, pages)

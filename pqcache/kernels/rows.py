@@ -1,6 +1,6 @@
 """Loops over rows of K and V: products with queries, exponentials, weighted sums, and how parts are joined.
 
-Those over rows are called by their addresses (loops.py).
+`products` and `add_rows` make loops that kernels call by their addresses (loops.py); the others are compiled into the kernels.
 """
 
 from collections.abc import Callable
@@ -27,13 +27,13 @@ from pqcache.kernels.numeric import (
 )
 
 AHEAD = 16  # rows fetched before they are read: no processor predicts the address of the next chosen token
+_CONSTANT = (
+    64,
+    128,
+)  # head dimensions with loops of their own; others share a loop, which is told the dimension at each call
 
 
-# Common head dimensions are constants of a loop; others are told when it is called.
-_CONSTANT = (64, 128)
-
-
-def _products(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
+def products(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
     """Logits (g', > count), `step` numbers apart, of queries (g', d) with `count` rows at these addresses.
 
     g' is a multiple of `heads`, which share what is read of a row. Up to one number behind the last row's is written.
@@ -66,7 +66,7 @@ def _products(kind: str, known: int, heads: int, stamp: str) -> Callable[..., No
     return run
 
 
-def _add_rows(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
+def add_rows(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:
     """Add to sums (g', d) the weights (g', step) times `count` rows; weights and places are written up to a multiple of 4."""
     number, item, zeros = np.dtype(kind).type(0), np.dtype(kind).itemsize, (np.float32(0),) * heads
 
@@ -101,15 +101,9 @@ def _add_rows(kind: str, known: int, heads: int, stamp: str) -> Callable[..., No
 
 
 @cache
-def products(kind: str, d: int, heads: int) -> int:
-    """The address of `_products` for rows of d numbers of a kind, `heads` query heads at a time."""
-    return compiled(_products, kind, d if d in _CONSTANT else 0, heads).address
-
-
-@cache
-def add_rows(kind: str, d: int, heads: int) -> int:
-    """The address of `_add_rows`, as `products`."""
-    return compiled(_add_rows, kind, d if d in _CONSTANT else 0, heads).address
+def loop_at(make: Callable[..., Callable[..., None]], kind: str, d: int, heads: int) -> int:
+    """The address of `products` or `add_rows` for rows of d numbers of a kind (numeric.KINDS), `heads` query heads at a time."""
+    return compiled(make, kind, d if d in _CONSTANT else 0, heads).address
 
 
 @numba.njit(nogil=True, fastmath=FAST)

@@ -129,7 +129,8 @@ def _attend(first, last, q, k, v, tasks, sizes, heads, out, high, mass):
         for h in range(kv_heads):
             result(v[number], row, head + h, heads, memory[h], out[place + h])
             largest, sums = floats(memory[h, HIGH], heads), floats(memory[h, MASS], heads)
-            for a in range(heads):  # an assignment of arrays would compile texts of errors for seconds
+            # not by assigning arrays: numba would compile the text of its errors with it, for 3 seconds
+            for a in range(heads):
                 high[place + h, a], mass[place + h, a] = largest[a], sums[a]
     space[0] = 0  # numba frees an array behind its last use, and addresses are none
 
