@@ -57,7 +57,7 @@ class TwilightIndex(TwoStageIndex):
         whole = [k == end - cand.sinks for k, end in zip(cand.k, cand.ends, strict=True)]
         kept = nucleus(weights, self.method.p)[..., forced:] | table(whole, q.device)[:, None, None]
         shortlist = shortlist.repeat_interleave(kept.shape[1] // shortlist.shape[1], dim=1)
-        chosen = ascending(torch.where(kept, shortlist, -1))
+        chosen = ascending(torch.where(kept, shortlist, -1), max(cand.lengths))
         if chosen.device.type == "cpu":  # elsewhere the longest head's number is known to the device alone
             chosen = chosen[..., : max(1, int((chosen >= 0).sum(-1).max()))]
         return Selection(chosen, padded=True)

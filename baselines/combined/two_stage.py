@@ -21,6 +21,7 @@ from typing import Annotated, Any, ClassVar
 
 import torch
 
+from pqcache import kernels
 from pqcache.fields import MOST
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
@@ -50,8 +51,10 @@ def spread(ends: list[int], starts: list[int], device: torch.device) -> torch.Te
     return torch.where(position < torch.tensor(ends, device=device)[:, None], position, -1)[:, None]
 
 
-def ascending(positions: torch.Tensor) -> torch.Tensor:
+def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
     """positions (n, H, m), all different in a head, sorted along the last axis, padding (-1) at the end."""
+    if kernels.native(positions):
+        return kernels.positions.ascending(positions, length)
     last = torch.iinfo(positions.dtype).max
     positions = torch.where(positions < 0, last, positions).sort(-1).values
     return torch.where(positions == last, -1, positions)
@@ -139,7 +142,7 @@ class TwoStageIndex(Index):
         if max(counts) == 0:
             return rest
         chosen = self.first.select(q, Candidates(cand.sinks, indexed, counts, cand.lengths), h_kv, ctx).indices
-        return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2))
+        return ascending(torch.cat([chosen, rest.expand(-1, chosen.shape[1], -1)], dim=2), max(cand.lengths))
 
     def rank(
         self, q: torch.Tensor, shortlist: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext

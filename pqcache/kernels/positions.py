@@ -1,4 +1,4 @@
-"""Lists of chosen positions: those of whole clusters."""
+"""Lists of chosen positions: of whole clusters, in ascending order."""
 
 from collections.abc import Sequence
 
@@ -37,4 +37,33 @@ def cluster_tokens(
     out = np.full((n, heads, max(k)), -1, np.int64)
     lists = (x.contiguous().numpy() for x in (rank, starts, sizes, order))
     run(_clusters, n * heads, *lists, np.asarray(k, np.int64), out, cost=out.size)
+    return torch.from_numpy(out)
+
+
+@kernel
+def _ascend(first, last, positions, length, out):
+    """Task = (row, head); positions and out (n, H, m)."""
+    heads, m = positions.shape[1], positions.shape[2]
+    marks = np.zeros(length, np.uint8)
+    for task in range(first, last):
+        given, mine = positions[task // heads, task % heads], out[task // heads, task % heads]
+        count = 0
+        for i in range(m):
+            if given[i] >= 0:
+                marks[given[i]] = 1
+                count += 1
+        filled, i = 0, 0
+        while filled < count:
+            mine[filled] = i
+            filled += marks[i]
+            marks[i] = 0
+            i += 1
+
+
+def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
+    """positions (n, H, m) int64 below `length` in ascending order, padding (-1) at the end; none comes twice in a head."""
+    out = np.full(positions.shape, -1, np.int64)
+    rows = positions.shape[0] * positions.shape[1]
+    cost = rows * (length + positions.shape[2])
+    run(_ascend, rows, positions.contiguous().numpy(), length, out, cost=cost)
     return torch.from_numpy(out)

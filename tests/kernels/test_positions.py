@@ -34,6 +34,18 @@ def test_tokens_of_clusters(pick):
             assert got[row, head].tolist() == expected + [-1] * (max(k) - len(expected))
 
 
+@examples(30)
+def test_order_of_positions(pick):
+    h, length, m, seed = pick([2, 4, 6]), pick(1, 90), pick(1, 60), pick(0, 99)
+    gen = torch.Generator().manual_seed(seed)
+    m = min(m, length)
+    chosen = torch.rand(2, h, length, generator=gen).argsort(-1)[..., :m]
+    chosen = torch.where(torch.rand(chosen.shape, generator=gen) < 0.2, -1, chosen)
+    for row, line in zip(chosen.flatten(0, 1), positions.ascending(chosen, length).flatten(0, 1), strict=True):
+        held = sorted(p for p in row.tolist() if p >= 0)
+        assert line.tolist() == held + [-1] * (m - len(held))
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("shared", [True, False])
 def test_a_shortlist_is_ranked_as_its_scores_are(bits, shared):
