@@ -139,7 +139,7 @@ class MagicPIG(RetrievalMethod):
     released: ClassVar[str] = "Infini-AI-Lab/MagicPIG: evaluations/RULER/pred/cache_ref.py"
     own_rule: ClassVar[str] = "prompt"  # the budget is an upper bound
     composable: ClassVar[bool] = False  # its weights belong to its samples
-    reduce: ClassVar[str] = "none"  # type: ignore[misc]
+    reduce: ClassVar[str] = "none"  # type: ignore[misc, assignment]
 
     # bits of a code (K), 1 to 15
     bits: Annotated[int, 1, 15] = 10

@@ -12,12 +12,12 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 
 from pqcache.selective.budget import Plan, floor_share, partition_plan
-from pqcache.selective.index import SCOPES, Candidates, Index, Selection
+from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
 from pqcache.selective.shape import ModelShape
@@ -55,11 +55,7 @@ class Oracle(RetrievalMethod):
     ranks_shortlists: ClassVar[bool] = True
 
     # tokens that the softmax before ranking covers: all past ones (the published code), or the candidates only
-    scope: str = "all"
-
-    def validate(self) -> None:
-        super().validate()
-        self.require_one_of("scope", SCOPES)
+    scope: Literal["all", "candidates"] = "all"
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         aligned = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)

@@ -21,7 +21,7 @@ from typing import ClassVar
 from pqcache.fields import Positive
 from pqcache.selective.budget import Plan
 
-from .snapkv import SnapKV
+from .snapkv import Published, SnapKV
 
 
 def pyramid(c: int, candidates: int, beta: int, m: int, exact_total: bool = False) -> list[int]:
@@ -56,7 +56,7 @@ class PyramidKV(SnapKV):
     released: ClassVar[str] = "Zefan-Cai/KVCache-Factory: pyramidkv_utils.py"
     own_rule: ClassVar[str] = "pooled"
 
-    published: str = "pyramidkv"
+    published: Published = "pyramidkv"
     # the last layer's share of the mean is 1/beta
     beta: Positive = 20
     # round the progression so that the layers sum to the budget; the published steps err high, by 4.6 % at 128 tokens

@@ -26,7 +26,7 @@ from pqcache import kernels
 from pqcache.fields import Positive, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
-from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.group import Reduce, group_reduce, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -123,7 +123,7 @@ class Quest(RetrievalMethod):
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
     # none: every query head chooses its own pages, as published; sum_logit: per KV head, by the sum of its group's bounds
-    reduce: str = "none"
+    reduce: Reduce = "none"
     # tokens per page (section 3.3)
     page: Positive = 16
     # pages attended, at least; null: 1, in the release's protocol 3

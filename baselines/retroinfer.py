@@ -196,7 +196,7 @@ class RetroInfer(RetrievalMethod):
     released: ClassVar[str] = "microsoft/RetrievalAttention: cache_hub/retroinfer_cache.py, cache_hub/kmeans.py"
     own_rule: ClassVar[str] = "prompt"  # the budget is an upper bound
     composable: ClassVar[bool] = False  # its estimate belongs to its choice
-    reduce: ClassVar[str] = "sum_softmax"  # type: ignore[misc]
+    reduce: ClassVar[str] = "sum_softmax"  # type: ignore[misc, assignment]
 
     # tokens per cluster, in the mean
     tokens_per_cluster: Positive = 16

@@ -208,7 +208,7 @@ class ShadowKV(RetrievalMethod):
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
     store: ClassVar[Literal["host"]] = "host"  # type: ignore[misc]
     traceable: ClassVar[bool] = False  # a replay attends exact keys, not those of low rank
-    reduce: ClassVar[str] = "max_softmax"  # type: ignore[misc]
+    reduce: ClassVar[str] = "max_softmax"  # type: ignore[misc, assignment]
 
     # tokens per chunk
     chunk: Positive = 8

@@ -35,6 +35,7 @@ from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
 
 # w, kernel, pooling of the authors' LongBench runs, of PyramidKV's runs of all baselines, of the released class's defaults
+Published = Literal["snapkv", "pyramidkv", "listing"]
 PUBLISHED = {"snapkv": (32, 7, "max"), "pyramidkv": (8, 7, "max"), "listing": (64, 5, "avg")}
 
 
@@ -83,7 +84,7 @@ class SnapKV(EvictionMethod):
     own_rule: ClassVar[str] = "refreshed"
 
     # published set for w, kernel and pooling: snapkv (32, 7, max), pyramidkv (8, 7, max) or listing (64, 5, avg)
-    published: str = "snapkv"
+    published: Published = "snapkv"
     # tokens of the observation window; null: by published
     w: Positive | None = None
     # tokens pooled around each key, odd; null: by published
@@ -98,7 +99,6 @@ class SnapKV(EvictionMethod):
     repeat_kv: bool | None = added(None, absent=False)
 
     def fill(self) -> None:
-        self.require_one_of("published", tuple(PUBLISHED))
         w, kernel, pooling = PUBLISHED[self.published]
         self.by_protocol(w=(w,), kernel=(kernel,), pooling=(pooling,), n_sink=(32, 0), repeat_kv=(False, False, True))
 

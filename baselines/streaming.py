@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import torch
 
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 _NEVER = torch.iinfo(torch.int32).max  # a position later than any
-MODES = ("static", "dynamic", "rolling")
 
 
 @dataclass(kw_only=True)
@@ -53,11 +52,7 @@ class StreamingLLM(EvictionMethod):
     # static: prune once, after the prompt; dynamic: each generated token evicts the oldest one after the sinks; rolling:
     # dynamic, and keys are rotated by their rank in the cache, as published; null: static, in the protocol release rolling, and
     # dynamic where the budget holds at every step (budget_rule)
-    mode: str | None = None
-
-    def validate(self) -> None:
-        if self.mode is not None:
-            self.require_one_of("mode", MODES)
+    mode: Literal["static", "dynamic", "rolling"] | None = None
 
     def setup(self) -> None:
         self.by_protocol(n_sink=(32, 4), mode=("dynamic" if self.replans else "static", "static", "rolling"))

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 import torch.nn.functional as F
 
 from pqcache import kernels
 from pqcache.pq.kmeans import FEW, assign, initial_positions, summed
 
-DISTANCES = ("cosine", "l2", "ip")
-INITS = ("random", "repeated", "plusplus")
+Distance = Literal["cosine", "l2", "ip"]
 
 
 def initial(x: torch.Tensor, c: int, how: str, seed: int, distance: str = "cosine") -> torch.Tensor:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -34,14 +34,14 @@ from pqcache import kernels
 from pqcache.fields import Positive, Whole, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import group_reduce
+from pqcache.selective.group import Reduce, group_reduce
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
 from pqcache.selective.shape import ModelShape
 from pqcache.store.transfer import table
 
-from .clusters import DISTANCES, INITS, cluster, initial
+from .clusters import Distance, cluster, initial
 from .recent_store import RecentStore
 
 
@@ -140,7 +140,7 @@ class ClusterIndex(Index):
         """Ranking weights of clusters, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
         assert self.centroids is not None and self.sizes is not None
         n, h, _, d = q.shape
-        group, mode = h // h_kv, self.method.reduce
+        group, mode = h // h_kv, str(self.method.reduce)
         logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
         logits = capped(logits, scaling)
         sizes = self.sizes.repeat_interleave(group, dim=1)
@@ -249,7 +249,7 @@ class ClusterKV(RetrievalMethod):
     # first tokens, always attended
     n_sink: int = 16
     # none: every query head chooses, as published; sum_softmax: per KV head, by the softmax weight of a cluster's tokens
-    reduce: str = "none"
+    reduce: Reduce = "none"
     # prompt tokens per cluster (C0 = L / 80, section V-B)
     tokens_per_cluster: Positive = 80
     # clusters, whatever the prompt's length; null: by tokens_per_cluster, in the release's protocol 400 (store=host: 200)
@@ -261,9 +261,9 @@ class ClusterKV(RetrievalMethod):
     window_clusters: Positive | None = None
     # keys the K-Means starts from: random (different ones) | repeated (drawn with replacement) | plusplus (k-means++); null:
     # random, in the release's protocol plusplus (store=host: repeated)
-    init: str | None = added(None, absent="random")
+    init: Literal["random", "repeated", "plusplus"] | None = added(None, absent="random")
     # distance of the K-Means: cosine, l2 or ip
-    distance: str = "cosine"
+    distance: Distance = "cosine"
     # K-Means rounds, at most
     max_iter: Positive = 20
     # seed of the initial centroids
@@ -276,9 +276,6 @@ class ClusterKV(RetrievalMethod):
         self.require(
             "window", self.window != 0 or self.store == "resident", "null or an int >= 1 with a store on the host"
         )
-        self.require_one_of("distance", DISTANCES)
-        if self.init is not None:
-            self.require_one_of("init", INITS)
 
     def setup(self) -> None:
         resident = self.store == "resident"  # which of the two released programs this is

@@ -31,7 +31,7 @@ from transformers import PreTrainedTokenizerBase
 
 from pqcache.fields import Share
 
-from .probes import PROBES, ProbeRule, special_tokens
+from .probes import ProbeRule, Probes, special_tokens
 from .salient import SalientMethod
 
 
@@ -43,7 +43,7 @@ class ZipCache(SalientMethod):
     released: ClassVar[str] = "ThisisBillhe/ZipCache: zipcache/models/modeling_llama.py"
 
     # which queries are probes: random_recent (the paper's choice), random, recent, special (tokens and punctuation), all
-    probes: str = "random_recent"
+    probes: Probes = "random_recent"
     # share of the tokens that are recent probes; random and recent alone take both shares
     recent_share: Share = 0.05
     # share of the tokens that are random probes
@@ -59,7 +59,6 @@ class ZipCache(SalientMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require_one_of("probes", PROBES)
         self.require(
             "random_share",
             0 <= self.random_share <= 1 - self.recent_share,

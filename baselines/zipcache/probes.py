@@ -7,6 +7,7 @@ import string
 import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -16,7 +17,7 @@ from pqcache.selective.budget import floor_share
 from pqcache.selective.column_sums import softmax_
 from pqcache.store.transfer import table
 
-PROBES = ("random_recent", "random", "recent", "special", "all")
+Probes = Literal["random_recent", "random", "recent", "special", "all"]
 BLOCK = 32  # probes whose logits exist at a time: neighbours see nearly as many keys
 HEADS = 4  # KV heads whose logits exist at a time
 LINE = 16  # numbers of a cache line: products with rows of whole lines are up to a third faster

@@ -45,7 +45,7 @@ class SalientMethod(QuantizationMethod):
     saliency_ratio: Share | None = None
     # numbers that share a step and a minimum, keys before values: channel-cst (a channel; a token after its channels were
     # divided by sqrt(max |v|)), channel-token, token, or group (`group` channels of a token)
-    granularity: str = "channel-cst"
+    granularity: Literal["channel-cst", "channel-token", "token", "group"] = "channel-cst"
     # channels per step and minimum, with granularity=group
     group: Positive = 32
     # generated tokens that are packed together, exact until then
@@ -59,7 +59,6 @@ class SalientMethod(QuantizationMethod):
 
     def validate(self) -> None:
         self.require("bits_low", 1 <= self.bits_low < self.bits_high, f"an int >= 1 below bits_high={self.bits_high}")
-        self.require_one_of("granularity", tuple(GRANULARITIES))
 
     def check_budget(self) -> None:
         lowest, highest = self.bits_low / 16, self.bits_high / 16

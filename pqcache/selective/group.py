@@ -1,6 +1,7 @@
 """From scores per query head to one ranking per KV head (GQA)."""
 
 from collections.abc import Sequence
+from typing import Literal, get_args
 
 import torch
 
@@ -9,7 +10,7 @@ from pqcache.kernels.scaling import sinks_of, token_share
 from pqcache.store.transfer import table
 
 MANY = 1 << 15  # weights from which a compiled kernel selects them: fewer are not worth a call
-REDUCTIONS = ("none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit")
+Reduce = Literal["none", "sum_softmax", "max_softmax", "sum_logit", "max_logit", "mean_logit"]
 
 
 def per_head(x: torch.Tensor, h: int) -> torch.Tensor:
@@ -32,8 +33,8 @@ def group_reduce(
     names, but ranks the candidates. Excluded entries are -inf in the result. Sums are in fp32: in fp16 small probabilities
     flush to zero and tie.
     """
-    if mode not in REDUCTIONS:
-        raise ValueError(f"reduce={mode}: allowed is {', '.join(REDUCTIONS)}")
+    if mode not in get_args(Reduce):
+        raise ValueError(f"reduce={mode}: allowed is {', '.join(get_args(Reduce))}")
     n, h, _ = logits.shape
     logits = logits.float()
     if valid is not None:

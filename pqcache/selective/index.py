@@ -39,8 +39,6 @@ from pqcache.store.row_state import RowState
 from pqcache.store.step import PQCodes
 from pqcache.store.transfer import table
 
-SCOPES = ("candidates", "all")
-
 
 @dataclass(frozen=True)
 class Candidates:

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
 
 from pqcache.fields import Whole, check_ranges
-from pqcache.naming import closest
 from pqcache.selective.budget import RULES, Allowance, Budget, Plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PROTOCOLS = ("aligned", "paper", "release")
-SOURCES = ("prompt", "context")  # what a ratio is a share of
+Protocol = Literal["aligned", "paper", "release"]
 WITHOUT_BUDGET = ("ignored", "own")  # rules of methods that a budget does not decide
 TOKEN_RULES = tuple(rule for rule in RULES if rule not in ("prompt", "context", *WITHOUT_BUDGET))
 
@@ -62,19 +60,17 @@ class Method:
 
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
     dense_layers: Whole | None = None
-    protocol: str = "aligned"
+    protocol: Protocol = "aligned"
     budget_rule: str | None = None
-    budget_of: str = "prompt"
+    budget_of: Literal["prompt", "context"] = "prompt"
 
     def __post_init__(self) -> None:
-        self.require_one_of("protocol", PROTOCOLS)
-        self.require_one_of("budget_of", SOURCES)
+        check_ranges(self)
         if self.protocol == "release" and not self.released:
             raise NotApplicable(f"protocol=release: no code of {self.name} is published; aligned and paper apply")
         self.fill()
         if self.dense_layers is None:
             self.dense_layers = self.default_dense_layers(self.protocol)
-        check_ranges(self)
         self.validate()
         self.setup()
         if self.budget_of == "context" or self.budget_rule is not None:
@@ -215,7 +211,7 @@ class Method:
 
     def by_protocol(self, **defaults: tuple[Any, ...]) -> None:
         """Set those of these hyper-parameters that are null: to the value of (aligned, paper[, release: the paper's])."""
-        place = PROTOCOLS.index(self.protocol)
+        place = get_args(Protocol).index(self.protocol)
         for name, values in defaults.items():
             if getattr(self, name) is None:
                 setattr(self, name, values[min(place, len(values) - 1)])
@@ -224,13 +220,6 @@ class Method:
         """Raise one line that names the hyper-parameter, its value and what is allowed."""
         if not ok:
             raise ValueError(f"{name}={getattr(self, name)}: allowed is {allowed}")
-
-    def require_one_of(self, name: str, allowed: tuple[str, ...]) -> None:
-        value = getattr(self, name)
-        if value not in allowed:
-            close = closest(str(value), allowed)
-            hint = f"; did you mean {close}?" if close else ""
-            raise ValueError(f"{name}={value}: allowed is {', '.join(allowed)}{hint}")
 
     def layers(self, shape: ModelShape) -> list[SelectiveLayer]:
         """One layer object per transformer layer; the first `dense_layers` keep and attend everything."""

@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.attention import Part, attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import REDUCTIONS, per_head
+from pqcache.selective.group import Reduce, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
@@ -69,7 +69,7 @@ class RetrievalMethod(Method):
     store: Literal["resident", "host", "block_cache"] = "resident"
     # how the scores of a group's query heads become one ranking: sum_softmax | max_softmax | sum_logit | max_logit | mean_logit
     # | none (every query head has its own)
-    reduce: str = "sum_softmax"
+    reduce: Reduce = "sum_softmax"
     # store=block_cache: tokens per block
     cache_block: Positive = 128
     # store=block_cache: tokens on the device, per layer and row
@@ -95,7 +95,6 @@ class RetrievalMethod(Method):
         return not self.estimates_rest  # else the output is more than attention to the selected tokens
 
     def validate(self) -> None:
-        self.require_one_of("reduce", REDUCTIONS)
         self.require("cache_tokens", self.cache_tokens >= self.cache_block, f"an int >= cache_block={self.cache_block}")
 
     def check_budget(self) -> None:
