@@ -13,8 +13,9 @@ import torch
 
 
 class Scaling(float):
-    """The factor of q . k; logits become cap * tanh(logit / cap) (Gemma 2, arXiv 2408.00118, section 2).
+    """The factor of q . k of a model with a cap or sinks.
 
+    cap: logits become cap * tanh(logit / cap) (Gemma 2, arXiv 2408.00118, section 2).
     sinks (h,) fp32 or wider: per query head, the logit of an entry whose value is zero (GPT-OSS, arXiv 2508.10925, section 2.2).
     """
 
@@ -38,7 +39,7 @@ def sinks_of(scaling: float) -> torch.Tensor | None:
 
 def is_plain(scaling: float) -> bool:
     """Whether the softmax is that of scaling q . k and nothing else."""
-    return cap_of(scaling) is None and sinks_of(scaling) is None
+    return not isinstance(scaling, Scaling)
 
 
 def described(scaling: float) -> dict[str, str]:

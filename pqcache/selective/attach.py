@@ -140,15 +140,17 @@ def no_rotation(x: torch.Tensor, position_ids: torch.Tensor | None = None) -> tu
     return x.new_empty((1, x.shape[1], 0)), x.new_empty((1, x.shape[1], 0))
 
 
-def rotary_of(decoder: nn.Module, attention: nn.Module) -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    """The rotary embedding of one attention module: Gemma 3 and OLMo 3 have one per kind of layer in a shared module."""
+def rotaries_of(decoder: nn.Module, modules: Sequence[nn.Module]) -> list[Callable[..., Any]]:
+    """The rotary embedding of each attention module, one object for all layers of a kind.
+
+    Gemma 3 and OLMo 3 have one per kind in a shared module.
+    """
     shared = shared_rotary(decoder)
-    if shared is None:
-        return no_rotation
-    if "layer_type" in inspect.signature(shared.forward).parameters:
-        kinds: list[str] = decoder.config.layer_types  # type: ignore[assignment, union-attr]
-        return functools.partial(shared, layer_type=kinds[attention.layer_idx])  # type: ignore[index]
-    return shared
+    if shared is None or "layer_type" not in inspect.signature(shared.forward).parameters:
+        return [shared or no_rotation] * len(modules)
+    named: list[str] = decoder.config.layer_types  # type: ignore[assignment, union-attr]
+    kinds = {kind: functools.partial(shared, layer_type=kind) for kind in named}
+    return [kinds[named[module.layer_idx]] for module in modules]  # type: ignore[index]
 
 
 class Hooks:
@@ -159,10 +161,7 @@ class Hooks:
         text = model.config.get_text_config(decoder=True)
         self.modules, places = attention_modules(model), served(text)
         self.served = [module for module in self.modules if module.layer_idx in places]
-        named, kinds = getattr(text, "layer_types", None), dict[str, Any]()
-        for module in self.modules:  # one rotary embedding each, so that two layers of one kind have the same
-            kinds.setdefault(named[module.layer_idx] if named else "", rotary_of(model.get_decoder(), module))
-        rotary = [kinds[named[module.layer_idx] if named else ""] for module in self.modules]
+        rotary = rotaries_of(model.get_decoder(), self.modules)
         places = attending(text)
         self.rotary = dict(zip(places, rotary, strict=True))
         self.ahead = dict(zip(places, [*rotary[1:], rotary[-1]], strict=True))  # of the next layer with attention

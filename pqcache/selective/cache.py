@@ -278,7 +278,7 @@ class SelectiveCache(Request):
         if step.ends_prompt:
             self._announced = False
             self.ledger.facts |= described(self.attending[-1].scaling)
-            self.note_resident()
+            self.ledger.note_resident(self.resident_bytes())
 
     def note_step(self) -> None:
         """A recorded decode step was replayed: advance the host's counters, as a forward pass would have."""
@@ -345,9 +345,6 @@ class SelectiveCache(Request):
         """Wait for everything that runs beside the model, so that bytes and figures are final."""
         for layer in self.attending:
             layer.wait()
-
-    def note_resident(self) -> None:
-        self.ledger.note_resident(self.resident_bytes())
 
     # -- figures ----------------------------------------------------------------------------------------------------
 

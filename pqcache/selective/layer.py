@@ -46,8 +46,7 @@ class Request(HybridCache):
     observers: list[Callable[[SelectiveLayer, torch.Tensor, Any], None]]
     watchers: list[Watcher]  # see every attention, prompt blocks included
 
-    def note_resident(self) -> None:
-        """Report the bytes held now to the ledger, which records the peak."""
+    def resident_bytes(self) -> dict[str, int]:
         raise NotImplementedError
 
 
@@ -227,7 +226,7 @@ class SelectiveLayer(CacheLayerMixin, RowState):
         out = self.prefill(q, k, v, mask, ctx)
         if ctx.step.ends_prompt:
             # the peak: this layer still holds its whole prompt, earlier layers have evicted, indexed or packed theirs
-            ctx.cache.note_resident()
+            ctx.cache.ledger.note_resident(ctx.cache.resident_bytes())
             with ctx.cache.ledger.index_timer(q.device):
                 self.finish_prompt(ctx)
         if ctx.cache.watchers:

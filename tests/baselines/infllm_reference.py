@@ -41,8 +41,8 @@ class Driver:
             attn="sdpa",
             accelerator=None,
             kernel=kernel,
+            resident_bytes=dict,
         )
-        self.cache.note_resident = lambda: None
         self.seen: list[Any] = []
         self.layer = method.make_layer(0, ModelShape(1, h, h_kv, d))
         self.dtype, self.d, self.past, self.columns = dtype, d, [], 0

@@ -28,7 +28,7 @@ from tests.invariants.conftest import build
 
 N, H, H_KV, D, D_V = 2, 4, 2, 16, 8
 SCALINGS = {
-    "plain": Scaling(0.6),
+    "plain": 0.6,
     "cap": Scaling(0.6, cap=1.5),
     "sinks": Scaling(0.6, sinks=torch.tensor([-1.0, 0.5, 2.0, 4.0])),
     "both": Scaling(0.6, 2.0, torch.tensor([3.0, 0.0, -2.0, 1.0])),
@@ -36,7 +36,7 @@ SCALINGS = {
 
 
 @pytest.fixture(params=SCALINGS.values(), ids=SCALINGS)
-def scaling(request: pytest.FixtureRequest) -> Scaling:
+def scaling(request: pytest.FixtureRequest) -> float:
     return request.param
 
 
@@ -45,15 +45,15 @@ def draw(t: int, m: int, d_v: int = D) -> tuple[torch.Tensor, torch.Tensor, torc
     return torch.randn(N, H, t, D), torch.randn(N, H_KV, m, D), torch.randn(N, H_KV, m, d_v)
 
 
-def weights(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scaling: Scaling) -> torch.Tensor:
+def weights(q: torch.Tensor, k: torch.Tensor, seen: torch.Tensor, scaling: float) -> torch.Tensor:
     """The formula: (n, h, t, m) of the tokens; the rest up to 1 is the sink's."""
     logits = q @ k.repeat_interleave(H // H_KV, 1).mT * float(scaling)
-    if scaling.cap is not None:
-        logits = scaling.cap * torch.tanh(logits / scaling.cap)
+    if (cap := getattr(scaling, "cap", None)) is not None:
+        logits = cap * torch.tanh(logits / cap)
     logits = logits.masked_fill(~seen, -torch.inf)
-    if scaling.sinks is None:
+    if (sinks := getattr(scaling, "sinks", None)) is None:
         return logits.softmax(-1)
-    sink = scaling.sinks[:, None, None].expand(*logits.shape[:3], 1)
+    sink = sinks[:, None, None].expand(*logits.shape[:3], 1)
     return torch.cat([logits, sink], -1).softmax(-1)[..., :-1]
 
 

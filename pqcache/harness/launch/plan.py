@@ -97,7 +97,9 @@ def make(plan: RunPlan, session: Session) -> Plan:
             samples = sum(known.counts.values()) * cell.decode.samples
             # a smoke run's small model fits everywhere
             memory = None if cell.run.smoke else bound.memory_of(cell, known.longest)
-            missing = max(0, samples - len(_done(cell)))
+            stored, limit = read_all(cell.folder, cell.about.mark)[0].values(), cell.run.limit  # without a lock
+            done = {(s["task"], s["doc_id"], s.get("draw", 0)) for s in stored if limit is None or s["doc_id"] < limit}
+            missing = max(0, samples - len(done))
             found.append(CellPlan(cell, known, samples, missing, memory, prices.get(cell.name)))
     return Plan(found, len(plan.cells) - len(found))
 
@@ -129,13 +131,6 @@ def _documents(cell: Cell, session: Session) -> Documents:
     if cell.run.smoke:
         longest = min(longest[0], SMOKE_LONGEST[0]), min(longest[1], SMOKE_LONGEST[1])
     return Documents({name: len(numbers) for name, numbers in counts.items()}, longest)
-
-
-def _done(cell: Cell) -> set[tuple[str, int, int]]:
-    """(task, document, number of the answer) of every sample on disk. Takes no lock."""
-    limit = cell.run.limit
-    samples = read_all(cell.folder, cell.about.mark)[0].values()
-    return {(s["task"], s["doc_id"], s.get("draw", 0)) for s in samples if limit is None or s["doc_id"] < limit}
 
 
 # -- time --------------------------------------------------------------------------------------------------------------

@@ -150,7 +150,11 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         sample_metrics=_sample_metrics(answers, spec.paired) if spec.paired else None,
         model_file=lm.loaded.file,
     )
-    session.show_prompt(row["prompt_protocol"]["first_prompt"])
+    prompt = row["prompt_protocol"]["first_prompt"]
+    if prompt is not None and prompt["sha256"] not in session.shown_prompts:
+        session.shown_prompts.add(prompt["sha256"])
+        where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
+        print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
     path = cell.folder / "row.json"
     full = [other for other in full_rows(path.parent.parent) if other["folder"] != cell.name]
     row = pair_with_full(row, *match_full(row, [*full, row]))

@@ -59,9 +59,14 @@ def build_row(
         extra.pop(DIFFERS, None)
         extra["batch"] = cell.run.batch
         extra |= {"batch_checked": len(checked), "batch_differ": sum(checked)} if checked else {}
+    configuration: dict[str, Any] = {}
+    for group, options in OPTIONS.items():
+        given = cell.identity[group]
+        configuration[group] = str(given["path"] if given["name"] == "hf" else given["name"])
+        configuration[options] = {key: value for key, value in given.items() if key != "name"}
     row = {
         "schema": SCHEMA,
-        **without_secrets(_configuration(cell)),
+        **without_secrets(configuration),
         "model_file": model_file,
         "data": without_secrets(dict(data or {})),
         "seed": cell.identity["seed"],
@@ -95,15 +100,6 @@ def build_row(
         "folder": cell.name,
     }
     return cast(Row, row)
-
-
-def _configuration(cell: Cell) -> dict[str, Any]:
-    own: dict[str, Any] = {}
-    for group, options in OPTIONS.items():
-        given = cell.identity[group]
-        own[group] = str(given["path"] if given["name"] == "hf" else given["name"])
-        own[options] = {key: value for key, value in given.items() if key != "name"}
-    return own
 
 
 def _quality(

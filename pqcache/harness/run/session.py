@@ -65,7 +65,7 @@ class Session:
         self._requests: dict[tuple[str, str], list[Instance]] = {}  # of the same keys
         self._prompts: dict[str, Prompts] = {}
         self._facts: dict[tuple[str, str], environment.Facts] = {}
-        self._shown_prompts: set[str] = set()
+        self.shown_prompts: set[str] = set()  # by their digests
         # distinct prefills of this session: shared (recorded for several cells) and own
         self.prefills: dict[str, int] = {"shared": 0, "own": 0}
 
@@ -156,13 +156,6 @@ class Session:
             if other != side:
                 prompts.begin("")
         return self._prompts.setdefault(side, Prompts()).begin(json.dumps([same, cell.run.limit], sort_keys=True))
-
-    def show_prompt(self, prompt: dict[str, Any] | None) -> None:
-        """Print one line that identifies a prompt (see `HarnessLM.protocol`), once per prompt."""
-        if prompt is not None and prompt["sha256"] not in self._shown_prompts:
-            self._shown_prompts.add(prompt["sha256"])
-            where = f"{prompt['task']} sample {prompt['doc_id']}, {prompt['tokens']} tokens"
-            print(f"first prompt: {where}, sha256 {prompt['sha256'][:16]}", flush=True)
 
     def facts(self, loaded: LoadedModel) -> environment.Facts:
         """Versions, git commit and the machine that runs a model, read once per device."""
