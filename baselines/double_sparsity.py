@@ -26,7 +26,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from pqcache.fields import Part, Positive, added
+from pqcache.fields import Bits, Part, Positive, added
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
@@ -134,7 +134,7 @@ class DoubleSparsity(RetrievalMethod):
     # weight by which channels are heavy: qk | q | k
     channel: Literal["qk", "q", "k"] = "qk"
     # bits per number of a label, 1 to 8, or 16
-    label_bits: int = 4
+    label_bits: Bits = 4
     # tokens of the calibration text, at most
     calibration_tokens: Positive = 2048
     # channels and labels of every query head instead of every KV head; null: under protocol=release
@@ -153,10 +153,6 @@ class DoubleSparsity(RetrievalMethod):
         if self.recent_ratio or self.budget.is_everything:
             return plan
         return Plan(plan.sinks, 0, plan.k + plan.local) if self.protocol == "release" else plan
-
-    def validate(self) -> None:
-        super().validate()
-        self.require("label_bits", 1 <= self.label_bits <= 8 or self.label_bits == 16, "1..8, or 16")
 
     def setup(self) -> None:
         self.channels: WeakKeyDictionary[nn.Module, torch.Tensor] = WeakKeyDictionary()  # attention module -> (H, r)

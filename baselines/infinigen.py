@@ -27,14 +27,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from pqcache.fields import Part, Positive
+from pqcache.fields import MOST, Part, Positive
 from pqcache.kernels.scaling import capped
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
@@ -239,7 +239,7 @@ class InfiniGen(RetrievalMethod):
     calibration_tokens: Positive = 2048
     # a token is selected if its speculated logit is within alpha of its head's largest; null: no limit, in the paper's and the
     # release's protocol 5
-    alpha: float | None = None
+    alpha: Annotated[float, 1e-9, MOST] | None = None
     # share of the prompt that may be selected at most; null: 1, in the paper's and the release's protocol 0.2
     cap: Part | None = None
 
@@ -249,7 +249,6 @@ class InfiniGen(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require("alpha", self.alpha is None or self.alpha > 0, "null or a float > 0")
         if self.dense_layers == 0:
             raise NotApplicable("dense_layers=0: InfiniGen needs at least 1, its first layer has no layer before it")
 

@@ -6,7 +6,7 @@ A baseline of this project: no code is published, so protocol=release does not a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Literal, Self
 
 from pqcache.fields import Whole
 from pqcache.selective.quantization import QuantizationMethod
@@ -25,12 +25,9 @@ class Int8(QuantizationMethod):
     name: ClassVar[str] = "int8"
 
     # 8, or 16 for the no-op
-    bits: int = 8
+    bits: Literal[8, 16] = 8
     # newest tokens kept exact
     residual: Whole = 0
-
-    def validate(self) -> None:
-        self.require("bits", self.bits in (8, 16), "8 or 16")
 
     def make_codec(self, layer_idx: int, shape: ModelShape) -> Codec:
         return ExactCodec() if self.bits == 16 else TokenCodec(self.bits)

@@ -117,7 +117,7 @@ class KVCrush(ComposedMethod, EvictionMethod):
     anchor: Literal["random", "mean", "alternate", "zeros", "ones", "inv_mean"] = "alternate"
     # share of candidates whose bit is 0; "budget": all that the base would not keep (section III-A); null: 0.5, in the protocol
     # paper budget
-    bit_quantile: float | str | None = None
+    bit_quantile: Share | Literal["budget"] | None = None
     # tokens that are kept or dropped together; scores are summed, signatures joined, budgets counted in whole pages; null: 1, in
     # the protocol release 16
     page: Positive | None = None
@@ -140,9 +140,6 @@ class KVCrush(ComposedMethod, EvictionMethod):
 
     def validate(self) -> None:
         self.part_class("base", ranks_by_scores)
-        quantile = self.bit_quantile
-        in_range = isinstance(quantile, int | float) and 0 <= quantile <= 1
-        self.require("bit_quantile", quantile == "budget" or in_range, "a number in [0, 1] or budget")
 
     def setup(self) -> None:
         self.tokens = self.page or 1  # of a page

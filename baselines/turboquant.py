@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, ClassVar, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -120,14 +120,11 @@ class TurboQuant(QuantizationMethod):
     name: ClassVar[str] = "turboquant"
 
     # bits per number, 2 to 8, or 16 for the no-op
-    bits: int = 4
+    bits: Annotated[int, 2, 8] | Literal[16] = 4
     # whether a key's last bit is spent on signs that make products with queries unbiased
     sketch: bool = False
     # newest tokens kept exact
     residual: Whole = 0
-
-    def validate(self) -> None:
-        self.require("bits", 2 <= self.bits <= 8 or self.bits == 16, "an int from 2 to 8, or 16")
 
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         codecs: list[Codec] = [

@@ -58,6 +58,7 @@ Positive = Annotated[int, 1, MOST]
 Whole = Annotated[int, 0, MOST]
 Share = Annotated[float, 0, 1]
 Part = Annotated[float, 1e-6, 1]
+Bits = Annotated[int, 1, 8] | Literal[16]  # of a code; 16: exact
 NAMES = {
     bool: "true or false",
     int: "an integer",
@@ -86,12 +87,19 @@ def coerce(value: Any, kind: Any) -> Any:
         for allowed in args:
             if value == allowed and type(value) is type(allowed):
                 return value
+        if type(value) is int and int in map(type, args):
+            raise ValueError(f"must be {describe(kind)}")
     elif origin in (typing.Union, types.UnionType):
+        wrong: list[ValueError] = []
         for option in sorted(args, key=lambda option: type(value) is not option):  # an exact type match wins
             try:
                 return coerce(value, option)
             except TypeError:
                 continue
+            except ValueError as out_of_range:
+                wrong.append(out_of_range)
+        if wrong:
+            raise ValueError(" or ".join(map(str, wrong)).replace("or must be", "or"))
     elif origin in (list, tuple, typing.Sequence):
         if isinstance(value, list | tuple):
             try:
@@ -155,13 +163,13 @@ def literals(kind: Any) -> list[Any]:
 
 
 @functools.cache
-def _rules(cls: type) -> list[tuple[str, Any, list[Any], list[tuple[float, float]]]]:
-    """Each field that a dataclass or a base of it limits: name, type, words (none where any text is allowed), ranges."""
+def _rules(cls: type) -> list[tuple[str, bool, list[Any], list[tuple[float, float]]]]:
+    """Each field that a dataclass or a base of it limits: name, whether any text is allowed, words and numbers, ranges."""
     found = []
     for name, kind in (pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()):
         args = typing.get_args(kind)
         ranges = [typing.get_args(one)[1:] for one in (kind, *args) if typing.get_origin(one) is Annotated]
-        found.append((name, kind, [] if str in args else literals(kind), ranges))
+        found.append((name, str in args, literals(kind), ranges))
     return [rule for rule in found if rule[2] or rule[3]]
 
 
@@ -171,18 +179,19 @@ def check_ranges(options: Any) -> None:
     A subclass that gives a field another default does not widen it.
     """
     cls: type = type(options)
-    for name, kind, words, ranges in _rules(cls):
+    for name, free, single, ranges in _rules(cls):
         value: Any = getattr(options, name, None)
-        if isinstance(value, str) and words and value not in words:
-            close = closest(value, words)
-            raise ValueError(
-                f"{name}={value}: allowed is {', '.join(words)}{f'; did you mean {close}?' if close else ''}"
-            )
-        for least, most in ranges if isinstance(value, int | float) else ():
-            above = most < MOST and value > most  # MOST is for what is typed: code may pass any number
-            if above or not value >= least:
-                to = f" to {most:.8g}" if most < MOST else " on"
-                raise ValueError(f"{name}={value}: allowed is {describe(kind)} from {least:g}{to}")
+        number = isinstance(value, int | float)
+        limited = (number and (ranges or any(isinstance(one, int) for one in single))) or (
+            isinstance(value, str) and not free
+        )
+        # MOST is for what is typed: code may pass any number
+        within = number and any(least <= value and (value <= most or most >= MOST) for least, most in ranges)
+        if limited and not within and value not in single:
+            spans = [f"{least:g} {f'to {most:.8g}' if most < MOST else 'and more'}" for least, most in ranges]
+            close = closest(value, single) if isinstance(value, str) else None
+            hint = f"; did you mean {close}?" if close else ""
+            raise ValueError(f"{name}={value}: allowed is {', '.join([*spans, *map(str, single)])}{hint}")
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from transformers import PreTrainedConfig
 
-from pqcache.fields import Positive, Share, Whole
+from pqcache.fields import Bits, Positive, Share, Whole
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec
@@ -72,7 +72,7 @@ class GEAR(QuantizationMethod):
     packs_prompt: ClassVar[bool] = True
 
     # bits per code, 1 to 8; 16: the no-op
-    bits: int = 4
+    bits: Bits = 4
     # kcvt: keys per channel over a block, values per token over all KV heads (the paper's choice at 4 bits);
     # kivi: groups of `group` tokens or channels (at 2 bits)
     backbone: Literal["kcvt", "kivi"] = "kcvt"
@@ -92,7 +92,6 @@ class GEAR(QuantizationMethod):
     seed: int = 0
 
     def validate(self) -> None:
-        self.require("bits", 1 <= self.bits <= 8 or self.bits == 16, "1..8, or 16 for the no-op")
         if self.backbone == "kivi":
             self.require("residual", self.residual % self.group == 0, f"a multiple of group={self.group}")
 

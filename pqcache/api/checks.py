@@ -84,3 +84,5 @@ def typed_value(key: str, value: Any, kind: Any, default: Any) -> Any:
     except TypeError as expected:
         words = str(expected).replace("null", "None").replace("true or false", "True or False")
         raise TypeError(f"{key}={value!r}: expected {words} (default {default!r})") from None
+    except ValueError as out_of_range:
+        raise ValueError(f"{key}={value!r}: {out_of_range}") from None

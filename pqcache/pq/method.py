@@ -10,7 +10,7 @@ from typing import Annotated, ClassVar, Literal
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pqcache.fields import MOST, Whole, added
+from pqcache.fields import MOST, Positive, Whole, added
 from pqcache.pq.fit import Clustering
 from pqcache.pq.index import PQIndex
 from pqcache.pq.schedule import CostModel, Geometry, load_cost
@@ -53,12 +53,12 @@ class PQCache(RetrievalMethod):
     # under protocol=release lfu
     cache_policy: str | None = None  # type: ignore[assignment]
     # sub-spaces per key: 1 | 2 | 4 | 8 | 16, a divisor of the head dimension
-    m: int = 2
+    m: Literal[1, 2, 4, 8, 16] = 2
     # bits per code: 2^b centroids per sub-space
     b: Annotated[int, 1, 12] = 6
     # maximum K-Means rounds | adaptive: as many as end within one layer's prefill (section 3.3), by a profile of this machine,
     # measured before the first prompt; scores then depend on the machine, and the result row records the rounds
-    max_iter: int | str = 5
+    max_iter: Positive | Literal["adaptive"] = 5
     # K-Means stops when the squared movements of the centroids sum to at most tol times the keys' mean variance
     tol: Annotated[float, 0, MOST] = 1e-4
     # seed of the first centroids
@@ -77,9 +77,6 @@ class PQCache(RetrievalMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require("m", self.m in (1, 2, 4, 8, 16), "1, 2, 4, 8 or 16")
-        rounds = isinstance(self.max_iter, int) and self.max_iter >= 1
-        self.require("max_iter", rounds or self.max_iter == "adaptive", "an int >= 1 or adaptive")
         if self.kmeans_device == "cuda":
             self.require("kmeans_device", torch.cuda.is_available(), "cpu or auto on a machine without CUDA")
 
