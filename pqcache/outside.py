@@ -4,7 +4,9 @@ value = read_json(folder / "status.json")      # OSError or ValueError, whatever
 for number, end, line in lines(folder / "samples.jsonl"): ...
 """
 
+import contextlib
 import ctypes
+import hashlib
 import json
 import math
 import os
@@ -19,10 +21,16 @@ from typing import IO, Any
 
 import yaml
 
+from pqcache.atomic import write_text
+
 LARGEST, LARGEST_JSON, LARGEST_YAML = 1 << 28, 1 << 26, 1 << 22  # bytes of a file that is read as a whole
 LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # of a file that is read line by line
+REMEMBERED = Path("~/.cache/pqcache/file_hashes.json")  # [device, inode, size, mtime, ctime] -> SHA-256
+LARGE = 1 << 24  # bytes; smaller files are hashed by each process
 ALIASES, DEEPEST = 20, 100  # of a YAML file: each alias may double what it stands for
 _HALF, _ESCAPED = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
+
+_hashes: dict[str, str] = {}
 
 
 class Unreadable(OSError, ValueError):
@@ -89,6 +97,27 @@ def read_yaml(path: Path | str) -> Any:
         return whole(yaml.load(text, loader))
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]})") from error
+
+
+def file_hash(path: Path) -> str:
+    """SHA-256 of a file. That of a large one is remembered on disk until its inode, size or times change. Raises OSError."""
+    facts, store = path.stat(), REMEMBERED.expanduser()
+    key = " ".join(map(str, (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)))
+    if key in _hashes:
+        return _hashes[key]
+    remembered: Any = {}
+    if facts.st_size >= LARGE:
+        with contextlib.suppress(OSError, ValueError):
+            remembered = read_json(store)
+        remembered = remembered if isinstance(remembered, dict) else {}
+    if isinstance(known := remembered.get(key), str):
+        return _hashes.setdefault(key, known)
+    with open_regular(path, sys.maxsize) as file:
+        _hashes[key] = hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
+    if facts.st_size >= LARGE:
+        with contextlib.suppress(OSError):  # no home folder: the next process hashes the file again
+            write_text(store, json.dumps({**remembered, key: _hashes[key]}) + "\n")
+    return _hashes[key]
 
 
 def whole(value: Any) -> Any:

@@ -21,7 +21,8 @@ from typing import Any
 
 from filelock import FileLock
 
-from pqcache.harness.run.model_files import Unusable, file_hash
+from pqcache.harness.run.model_files import Unusable
+from pqcache.outside import file_hash
 
 FOLDER = Path("~/.cache/pqcache/gguf")
 FACTS = "gguf.json"  # in the folder of a converted file

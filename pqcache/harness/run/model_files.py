@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, get_args, get_origin
@@ -10,9 +9,8 @@ from typing import Annotated, Any, get_args, get_origin
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from pqcache.atomic import write_text
 from pqcache.harness.config.options import fits
-from pqcache.outside import read_json
+from pqcache.outside import file_hash, read_json
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -43,11 +41,8 @@ HUB = (
     "cannot be loaded; set model.path to a local folder, or check the name, the network and, for a gated model, that its licence"
     " is accepted and `hf auth login` was run"
 )
-REMEMBERED = Path("~/.cache/pqcache/file_hashes.json")  # [device, inode, size, mtime, ctime] -> SHA-256
-LARGE = 1 << 24  # bytes; smaller files are hashed each time
 CONFIGS = ("config.json", "generation_config.json")
 OBJECTS = (*CONFIGS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
-_known: dict[str, str] = {}
 
 
 class Unusable(ValueError):
@@ -233,29 +228,3 @@ def marks(folder: Path, *, by_content: bool) -> tuple[str, str]:
     for path in [*weights, *(folder / name for name in CONFIGS if (folder / name).exists())]:
         new.update(f"{path.name} {file_hash(path)}\n".encode())
     return new.hexdigest()[:16], old.hexdigest()[:16]
-
-
-def file_hash(path: Path) -> str:
-    """SHA-256 of a file. That of a large one is remembered on disk until its inode, size or times change."""
-    facts = path.stat()
-    key = " ".join(map(str, (facts.st_dev, facts.st_ino, facts.st_size, facts.st_mtime_ns, facts.st_ctime_ns)))
-    if key not in _known:
-        store = REMEMBERED.expanduser()
-        remembered = _read(store) if facts.st_size >= LARGE else {}
-        if key in remembered:
-            _known[key] = remembered[key]
-            return _known[key]
-        with open(path, "rb") as file:
-            _known[key] = hashlib.file_digest(file, "sha256").hexdigest()
-        if facts.st_size >= LARGE:
-            with contextlib.suppress(OSError):  # no home folder: the next process hashes the file again
-                write_text(store, json.dumps({**remembered, key: _known[key]}) + "\n")
-    return _known[key]
-
-
-def _read(store: Path) -> dict[str, str]:
-    try:
-        value = read_json(store)
-    except (OSError, ValueError):
-        return {}
-    return {key: text for key, text in value.items() if isinstance(text, str)} if isinstance(value, dict) else {}

@@ -20,9 +20,9 @@ from typing import Any, NoReturn
 from pqcache import outside
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
-from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines, sha256
+from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines
 from pqcache.naming import closest
-from pqcache.outside import read_text
+from pqcache.outside import file_hash, read_text
 
 FIELDS = ("prompt", "input", "messages", "context", "answer", "answers", "choices", "id")
 LISTS = ("messages", "answers", "choices")
@@ -79,7 +79,7 @@ def prompt_files(source: str) -> list[Path]:
 
 
 def prompt_facts(source: str) -> Facts:
-    return facts_of(source, {file.name: sha256(file) for file in prompt_files(source)})
+    return facts_of(source, {file.name: file_hash(file) for file in prompt_files(source)})
 
 
 def text_of(path: Path) -> str:

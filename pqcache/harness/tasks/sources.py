@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import GENERATED, Task, require
-from pqcache.outside import open_regular, parse_json
+from pqcache.outside import file_hash, open_regular, parse_json
 
 HUB, CONSTRUCTED = "hub", "constructed"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -199,7 +199,7 @@ class LocalSplits(dict[str, Any]):
     @property
     def facts(self) -> Facts:
         """Facts of the files that were read, for row["data"]."""
-        return facts_of(self.source, {path.name: sha256(path) for path in self.paths.values()})
+        return facts_of(self.source, {path.name: file_hash(path) for path in self.paths.values()})
 
 
 # -- single files of the hub -------------------------------------------------------------------------------------------
@@ -240,11 +240,11 @@ def hub_facts(repo: str, filename: str, path: Path) -> Facts:
     """Facts of a downloaded file: data set, commit (the name of the snapshot folder) and content."""
     parts = path.parts
     commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-    return facts_of(f"hub {repo}", {filename: sha256(path)}, commit)
+    return facts_of(f"hub {repo}", {filename: file_hash(path)}, commit)
 
 
 def file_facts(path: Path) -> Facts:
-    return facts_of(str(path), {path.name: sha256(path)})
+    return facts_of(str(path), {path.name: file_hash(path)})
 
 
 def constructed_facts(rows: Rows, seed: int) -> Facts:
@@ -254,18 +254,6 @@ def constructed_facts(rows: Rows, seed: int) -> Facts:
 def digest(rows: Rows) -> str:
     """SHA-256 of the rows as JSON."""
     return hashlib.sha256(json.dumps(rows, sort_keys=True, default=str).encode()).hexdigest()
-
-
-def sha256(path: Path) -> str:
-    """SHA-256 of a file's content, computed again only when its size or time changes."""
-    stat = path.stat()
-    return _sha256(str(path), stat.st_size, stat.st_mtime_ns)
-
-
-@lru_cache(maxsize=256)
-def _sha256(path: str, size: int, mtime: int) -> str:
-    with open_regular(path, sys.maxsize) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # type: ignore[arg-type]
 
 
 # -- files of rows -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, Ta
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
 from pqcache.naming import suggestion
+from pqcache.outside import file_hash
 
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
 
@@ -166,7 +167,7 @@ class LongBench(Task[LongBenchOptions]):
             paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
             how: dict[str, Any] = {"fields": data_sets.FIELDS, "limit": max_rows}
             rows = {dataset: sources.read_rows(path, **how) for dataset, path in paths.items()}
-            facts = sources.facts_of("local folder", {path.name: sources.sha256(path) for path in paths.values()})
+            facts = sources.facts_of("local folder", {path.name: file_hash(path) for path in paths.values()})
         for dataset, name in files.items():
             for number, row in enumerate(rows[dataset], 1):
                 data_sets.check_row(dataset, row, f"{name}, row {number}")
