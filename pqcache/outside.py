@@ -83,8 +83,8 @@ def read_json(path: Path | str) -> Any:
     return parse_json(read_text(path, LARGEST_JSON))
 
 
-def read_yaml(path: Path | str) -> Any:
-    """The YAML value of a file. Raises OSError or ValueError."""
+def read_yaml(path: Path | str, most: int = ALIASES) -> Any:
+    """The YAML value of a file with at most so many aliases. Raises OSError or ValueError."""
     text = read_text(path, LARGEST_YAML)
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
@@ -92,8 +92,8 @@ def read_yaml(path: Path | str) -> Any:
         for event in yaml.parse(text, loader):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
             aliases += isinstance(event, yaml.AliasEvent)
-            if depth > DEEPEST or aliases > ALIASES:
-                raise ValueError(f"{path}: has more than {ALIASES} aliases, or {DEEPEST} levels")
+            if depth > DEEPEST or aliases > most:
+                raise ValueError(f"{path}: has more than {most} aliases, or {DEEPEST} levels")
         return whole(yaml.load(text, loader))
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]})") from error

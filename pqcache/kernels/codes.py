@@ -57,7 +57,8 @@ def _candidates(codes, lo, hi, shortlist):
     if shortlist.shape[0] == 0:
         mine = np.empty((m, hi - lo), codes.dtype)
         for j in range(m):
-            mine[j] = codes[j, lo:hi]
+            for i in range(lo, hi):
+                mine[j, i - lo] = codes[j, i]
         return mine
     count = shortlist.shape[0]
     while count and shortlist[count - 1] < 0:
@@ -94,7 +95,10 @@ def _count_codes(mine, c, joint, size):
             amount4[lane, joint[4 * i + lane]] += 1
     for i in range(tokens - tokens % 4, tokens):
         amount4[0, joint[i]] += 1
-    return amount4[0] + amount4[1] + amount4[2] + amount4[3]
+    amount = amount4[0]
+    for code in range(size):
+        amount[code] += amount4[1, code] + amount4[2, code] + amount4[3, code]
+    return amount
 
 
 @numba.njit(nogil=True, inline="always")

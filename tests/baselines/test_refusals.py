@@ -5,14 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from transformers import LlamaConfig
 
+from pqcache.outside import read_yaml
 from pqcache.registry import method_class
 from pqcache.selective import Budget, NotApplicable
 
 FIFTH = {"budget": Budget(ratio=0.2)}
-REFUSED = yaml.safe_load(Path(__file__).with_name("refusals.yaml").read_text(encoding="utf-8"))
+REFUSED = read_yaml(Path(__file__).with_name("refusals.yaml"))
 
 
 def cases() -> Iterator[tuple[str, dict[str, Any], str]]:

@@ -4,13 +4,13 @@ import os
 from pathlib import Path
 
 import pytest
-import yaml
 
 import run
 from pqcache.harness.run import models
+from pqcache.outside import read_yaml
 from tests.harness.cells import REPO, Capture, Patch
 
-BAD = yaml.safe_load(Path(__file__).with_name("bad_input.yaml").read_text(encoding="utf-8"))
+BAD = read_yaml(Path(__file__).with_name("bad_input.yaml"))
 ONE_LINE: dict[str, list[str]] = {words.replace("{repo}", str(REPO)): parts for words, parts in BAD.items()}
 
 

@@ -10,7 +10,6 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -40,6 +39,7 @@ from pqcache.harness.config.overrides import (
 )
 from pqcache.harness.tasks import PARTS, TASKS, task_class
 from pqcache.naming import suggestion
+from pqcache.outside import read_yaml
 from pqcache.registry import METHODS
 
 ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys of one node
@@ -213,7 +213,7 @@ def _composed(
 
 @cache
 def _read(path: Path, changed: int) -> dict[str, Any]:
-    return yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    return read_yaml(path) or {}
 
 
 def file_of(config_dir: Path, group: str, name: str) -> dict[str, Any]:

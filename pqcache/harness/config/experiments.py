@@ -14,7 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import yaml
+from pqcache.outside import read_yaml
 
 FOLDER = "experiment"
 # keys of an experiment; a file whose own keys are such is one experiment
@@ -36,7 +36,7 @@ class Experiment:
 
 
 def experiments(config_dir: Path) -> dict[str, Experiment]:
-    """Name -> experiment, by file. Raises yaml.YAMLError or ValueError for a file that is none."""
+    """Name -> experiment, by file. Raises ValueError for a file that is none."""
     files = sorted((config_dir / FOLDER).glob("*.yaml"))
     return {name: one for file in files for name, one in _read(file, file.stat().st_mtime_ns).items()}
 
@@ -44,7 +44,7 @@ def experiments(config_dir: Path) -> dict[str, Experiment]:
 @lru_cache(maxsize=256)
 def _read(file: Path, changed: int) -> dict[str, Experiment]:
     text = file.read_text(encoding="utf-8")
-    values = yaml.safe_load(text) or {}
+    values = read_yaml(file, 1000) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: holds no experiments")
     if KEYS & values.keys() or not all(isinstance(entry, dict) for entry in values.values()):

@@ -32,6 +32,7 @@ from pqcache.harness.config.options import (
     RunOptions,
     plain,
 )
+from pqcache.outside import read_yaml
 from pqcache.registry import METHODS, method_class
 
 CONFIGS = places.CONFIGS
@@ -77,7 +78,7 @@ def _listed(path: Path, cls: type, skip: Iterable[str] = ()) -> str:
 
 def _model(path: Path) -> str:
     """A model's file: the values it sets, and the other options as comments."""
-    values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    values = read_yaml(path)
     comment_of = comments(ModelOptions)
     name = values["name"]
     left_out = {*(() if name == "random" else ONLY_RANDOM), *(OF_FILES if name in (*WEIGHTS, "random") else ())}

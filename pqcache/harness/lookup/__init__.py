@@ -17,8 +17,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-import yaml
-
 from pqcache import places
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, describe, documented, option_fields
@@ -41,6 +39,7 @@ from pqcache.harness.config.options import (
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import TASKS, task_class
 from pqcache.naming import closest, suggestion
+from pqcache.outside import read_yaml
 from pqcache.registry import BUILT_IN, METHODS, NotLoaded, is_known, method_class
 
 SWEEPS = ("-m", "--multirun")  # typed from habit: nothing is swept
@@ -56,7 +55,7 @@ FLAGS = {
     "--help": "this text",
     "-sc install=bash": f'complete words with TAB in bash: eval "$({places.COMMAND} -sc install=bash)"; also zsh and fish',
 }
-HELP = yaml.safe_load(Path(__file__).with_name("help.yaml").read_text(encoding="utf-8"))
+HELP = read_yaml(Path(__file__).with_name("help.yaml"))
 EXAMPLES, MORE, GROUP_MEANINGS, OTHER_KEYS = (HELP[part] for part in ("examples", "more", "groups", "other"))
 # commands, each with what it does below it
 TO_TYPE = "\n".join(f"  {places.COMMAND} {words}\n      {what}" for words, what in EXAMPLES.items())
@@ -391,7 +390,7 @@ def _unknown(asked: str) -> NoReturn:
 @cache
 def terms() -> dict[str, tuple[str, str]]:
     """Each name of a term -> (the usual name, what it is)."""
-    listed = yaml.safe_load(Path(__file__).with_name("terms.yaml").read_text(encoding="utf-8"))
+    listed = read_yaml(Path(__file__).with_name("terms.yaml"))
     return {name: (key.split(" | ")[0], what) for key, what in listed.items() for name in key.split(" | ")}
 
 

@@ -13,13 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-import yaml
-
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.frame import ignores_budget, natural
 from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.score_statistics import Scores
 from pqcache.harness.report.table import EMPTY, Table, number, signed, spread
+from pqcache.outside import read_yaml
 from pqcache.registry import method_class
 
 FILE = published.FOLDER / "claims.yaml"
@@ -62,7 +61,7 @@ class Claim:
 
 def claims(path: Path = FILE) -> list[Claim]:
     """The claims of a file. Raises TypeError for an unknown key."""
-    entries = yaml.safe_load(path.read_text(encoding="utf-8"))
+    entries = read_yaml(path)
     return [Claim(**{**entry, "tests": [Experiment(**test) for test in entry.get("tests", ())]}) for entry in entries]
 
 

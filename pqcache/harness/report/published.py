@@ -16,13 +16,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from pqcache import places
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
 from pqcache.harness.config.compose import compose_all
 from pqcache.harness.config.experiments import experiments as found
 from pqcache.harness.report.table import Table
+from pqcache.outside import read_yaml
 
 FOLDER = places.PUBLISHED
 AVERAGE = "average"
@@ -106,7 +105,7 @@ class Item:
 def items(configs: Path = CONFIGS) -> tuple[Item, ...]:
     """All items in the papers' order, each with the experiments that repeat it; none in an installation without the file."""
     path, repeated = places.PUBLISHED / "settings.yaml", reports(configs).items()
-    file = yaml.safe_load(path.read_text(encoding="utf-8")) if path.exists() else {}
+    file = read_yaml(path) if path.exists() else {}
     made = []
     for paper in PAPERS:
         for name, values in file.get(paper, {}).items():

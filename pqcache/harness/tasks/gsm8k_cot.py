@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, in_memory
 from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows
+from pqcache.outside import read_yaml
 
 FIELDS = ("question", "answer")
 FILES = ("test.jsonl", "gsm8k_test.jsonl", "test.parquet")
@@ -52,10 +53,9 @@ class Gsm8kCot(DataSetTask):
 def definition(docs: Rows) -> dict[str, Any]:
     """lm-eval's own definition, over these documents."""
     import lm_eval.tasks
-    import yaml
 
     path = Path(lm_eval.tasks.__file__).parent / "gsm8k" / "gsm8k-cot.yaml"
-    config = yaml.safe_load(path.read_text())
+    config = read_yaml(path)
     for key in ("dataset_path", "dataset_name", "tag"):
         config.pop(key, None)
     return {**config, "custom_dataset": in_memory(docs)}

@@ -154,7 +154,8 @@ def _merge(lines, parts, high, mass, out, lse):
     for line in range(lse.shape[0]):
         for a in range(lse.shape[1]):
             if total[line, a] != 0:
-                out[line, a] /= total[line, a]
+                for j in range(out.shape[2]):
+                    out[line, a, j] /= total[line, a]
             lse[line, a] += np.log(total[line, a])
 
 

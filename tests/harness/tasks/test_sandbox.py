@@ -7,18 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
 
 import run
 from pqcache.harness.tasks import sandbox
 from pqcache.harness.tasks.sandbox import NotReady, judged, protections
+from pqcache.outside import read_yaml
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import needs_isolation
 
 WAYS = ["unshare", pytest.param("bubblewrap", marks=pytest.mark.skipif(not shutil.which("bwrap"), reason="no bwrap"))]
 FAST = ("pidfd to the parent", "fork", "write outside", "read /etc/shadow", "the network", "shared memory")
 WANTS_A_NUMBER = "def check(candidate):\n    assert candidate(1) == 918273645\n"
-PROGRAMS = yaml.safe_load(Path(__file__).with_name("hostile.yaml").read_text(encoding="utf-8"))
+PROGRAMS = read_yaml(Path(__file__).with_name("hostile.yaml"))
 HOSTILE = PROGRAMS["processes"] | PROGRAMS["files"] | PROGRAMS["kernel"]
 
 

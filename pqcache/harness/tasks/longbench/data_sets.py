@@ -16,6 +16,7 @@ import yaml
 
 from pqcache.harness.tasks import metrics
 from pqcache.harness.tasks.sources import blank
+from pqcache.outside import read_yaml
 
 FIELDS = ("input", "context", "answers", "length", "dataset", "language", "all_classes", "_id")
 
@@ -32,8 +33,7 @@ class Official:
     template: str
 
 
-_TEXT = Path(__file__).with_name("data_sets.yaml").read_text(encoding="utf-8")
-_KNOWN: dict[str, dict[str, Any]] = yaml.safe_load(_TEXT)
+_KNOWN: dict[str, dict[str, Any]] = read_yaml(Path(__file__).with_name("data_sets.yaml"))
 DATASETS, CHINESE = ({name: Official(*own) for name, own in _KNOWN[part].items()} for part in ("data_sets", "chinese"))
 OFFICIAL = {**DATASETS, **CHINESE}
 DATASETS_E = tuple(name for name in DATASETS if name not in ("narrativeqa", "musique", "qmsum"))
