@@ -163,12 +163,12 @@ def literals(kind: Any) -> list[Any]:
 
 
 @functools.cache
-def _rules(cls: type) -> list[tuple[str, bool, list[Any], list[tuple[float, float]]]]:
+def _rules(cls: type) -> list[tuple[str, bool, list[Any], list[tuple[type, float, float]]]]:
     """Each field that a dataclass or a base of it limits: name, whether any text is allowed, words and numbers, ranges."""
     found = []
     for name, kind in (pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()):
         args = typing.get_args(kind)
-        ranges = [typing.get_args(one)[1:] for one in (kind, *args) if typing.get_origin(one) is Annotated]
+        ranges = [typing.get_args(one) for one in (kind, *args) if typing.get_origin(one) is Annotated]
         found.append((name, str in args, literals(kind), ranges))
     return [rule for rule in found if rule[2] or rule[3]]
 
@@ -181,15 +181,16 @@ def check_ranges(options: Any) -> None:
     cls: type = type(options)
     for name, free, single, ranges in _rules(cls):
         value: Any = getattr(options, name, None)
-        number = isinstance(value, int | float)
-        limited = (number and (ranges or any(isinstance(one, int) for one in single))) or (
-            isinstance(value, str) and not free
-        )
+        number, text = isinstance(value, int | float), isinstance(value, str) and not free
+        limited = text or (number and (ranges or any(isinstance(one, int) for one in single)))
         # MOST is for what is typed: code may pass any number
-        within = number and any(least <= value and (value <= most or most >= MOST) for least, most in ranges)
+        within = number and any(least <= value and (value <= most or most >= MOST) for _, least, most in ranges)
         if limited and not within and value not in single:
-            spans = [f"{least:g} {f'to {most:.8g}' if most < MOST else 'and more'}" for least, most in ranges]
-            close = closest(value, single) if isinstance(value, str) else None
+            spans = [
+                f"{describe(one)} from {least:g} {f'to {most:.8g}' if most < MOST else 'on'}"
+                for one, least, most in ranges
+            ]
+            close = closest(value, map(str, single)) if text else None
             hint = f"; did you mean {close}?" if close else ""
             raise ValueError(f"{name}={value}: allowed is {', '.join([*spans, *map(str, single)])}{hint}")
 

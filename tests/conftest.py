@@ -4,6 +4,7 @@ Tests marked `shared` read real data (essays, judge scores) that is not part of 
 `$PQCACHE_TEST_DATA`, then in `shared/data` beside the checkout; without it these tests are skipped.
 """
 
+import gc
 import os
 from pathlib import Path
 
@@ -40,6 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(missing)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(no_gpu)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # the libraries' million objects stay: each full collection would look at all of them
 
 
 @pytest.fixture(scope="session")

@@ -36,7 +36,7 @@ def record(model: PreTrainedModel, method: Method, path: Path, **options: Any) -
     return result
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 2))
+@pytest.mark.parametrize("name", thin(METHODS, 4))
 @pytest.mark.parametrize("question", [0, pytest.param(3, marks=pytest.mark.rest)])
 def test_round_trip(llama: PreTrainedModel, name: str, question: int, tmp_path: Path) -> None:
     method = METHODS[name]

@@ -53,7 +53,7 @@ def test_experiments_that_repeat_no_paper_compose(name: str) -> None:
     starts_with_its_command_and_sweeps(name, make_plan(request(name)))
 
 
-@pytest.mark.parametrize("name", thin(REPEATED, 15))
+@pytest.mark.parametrize("name", thin(REPEATED, 45))
 def test_composes(name: str, tmp_path: Path) -> None:
     plan = plan_of(name, tmp_path)
     assert plan.sweep and len(plan.cells) >= 1 and plan.report["title"] and plan.report.keys() <= KNOWN

@@ -33,19 +33,19 @@ def build(architecture: str) -> PreTrainedModel:
     return model
 
 
-LONG = (  # minutes over all methods: `make test` takes every second one
-    "test_chunked_prefill_equals_one_block",
-    "test_generate_with_left_padding_and_beams_equals_stock",
-    "test_tight_budget_changes_something",
-)
+WHOLE = (
+    "test_noop_equals_dense",
+    "test_every_tensor_a_cache_holds_is_counted",
+)  # over every method also in `make test`
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    By default it takes the first setting of every method and every fifth one of the further settings; other tests take the
-    others. The rest has those that are left out, and every second first setting on another architecture. What a cache refuses,
-    and how rows are fed together, depends on the method, not on the architecture: one is enough there.
+    By default it takes the first setting of every second method, of those in WHOLE of every one, and every fifth one of the
+    further settings; other tests take the others. The rest has those that are left out, and every second first setting on
+    another architecture. What a cache refuses, and how rows are fed together, depends on the method, not on the architecture:
+    one is enough there.
     """
     if "case" not in metafunc.fixturenames:
         return
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
     again = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
     firsts, others = ([case for case in CASES if bool(case.number) == more] for more in (False, True))
-    usual = firsts[number % 2 :: 2] if test in LONG else [*firsts, *others[number % 5 :: 5]]
+    usual = [*(firsts if test in WHOLE else firsts[number % 2 :: 2]), *others[number % 5 :: 5]]
     marked = [(case, name, case not in usual) for case, name in pairs(test)]
     marked += [(case, name, True) for case, name in again]
     chosen = [

@@ -51,7 +51,7 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
 
 
 @pytest.mark.parametrize("prompt", [SHORT, pytest.param(LONG, marks=pytest.mark.rest)])
-@pytest.mark.parametrize("usual", thin(USUAL, 3), ids=lambda case: case.id)
+@pytest.mark.parametrize("usual", thin(USUAL, 6), ids=lambda case: case.id)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
     check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
 
@@ -133,7 +133,7 @@ def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel
 @pytest.mark.parametrize(
     "name",
     thin(
-        ["oracle", "pqcache", "sparq", "clusterkv", "two_stage", "snapkv", "h2o", "streaming", "quest", "pyramidkv"], 2
+        ["oracle", "pqcache", "sparq", "clusterkv", "two_stage", "snapkv", "h2o", "streaming", "quest", "pyramidkv"], 4
     ),
 )
 def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str) -> None:

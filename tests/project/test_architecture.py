@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import sys
 from collections.abc import Iterator
@@ -58,7 +59,7 @@ def imports(files: dict[str, Path], *, types: bool = True) -> Graph:
 
 def _imported(name: str, file: Path, files: dict[str, Path], types: bool) -> Iterator[str]:
     package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    for node in _nodes(ast.parse(file.read_text(encoding="utf-8")), types):
+    for node in _nodes(_parsed(file), types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names if alias.name in files)
         elif isinstance(node, ast.ImportFrom):
@@ -68,12 +69,19 @@ def _imported(name: str, file: Path, files: dict[str, Path], types: bool) -> Ite
                 yield from [m for m in (f"{base}.{alias.name}", base) if m in files][:1]
 
 
-def _nodes(node: ast.AST, types: bool) -> Iterator[ast.AST]:
+@functools.cache
+def _parsed(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"))
+
+
+def _nodes(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
     """All nodes; without `types`, but those under `if TYPE_CHECKING:`."""
-    for child in ast.iter_child_nodes(node):
-        if types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
-            yield child
-            yield from _nodes(child, types)
+    todo = [tree]
+    while todo:
+        for child in ast.iter_child_nodes(todo.pop()):
+            if types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
+                yield child
+                todo += [] if isinstance(child, ast.expr) else [child]  # no import within an expression
 
 
 def circle(graph: Graph) -> list[str]:

@@ -78,7 +78,12 @@ def logits(model: PreTrainedModel, cache: Any, sizes: list[int], masked: bool) -
 
 
 @pytest.mark.parametrize(
-    "sizes", [[42, *[1] * 10], [WINDOW, 7, 19, *[1] * 10], [42, 1, 1, 8]], ids=["whole", "chunks", "turns"]
+    "sizes",
+    [
+        pytest.param([42, *[1] * 10], id="whole", marks=pytest.mark.rest),
+        pytest.param([WINDOW, 7, 19, *[1] * 10], id="chunks"),
+        pytest.param([42, 1, 1, 8], id="turns"),
+    ],
 )
 def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[int]) -> None:
     """One token too many or too few in a window changes them; so does padding in a state, also if only `begin` tells of it."""
@@ -100,7 +105,7 @@ def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[in
         assert (len(windows) in (0, 3), cache.other_bytes()) == (True, kept)
 
 
-@pytest.mark.parametrize("how", [{"num_beams": 3}, {"prefill_chunk_size": 20}], ids=["beams", "chunks"])
+@pytest.mark.parametrize("how", thin([{"num_beams": 3}, {"prefill_chunk_size": 20}], 2), ids=["beams", "chunks"])
 def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
     """States and windows follow their rows."""
     ids, mask = prompt(0 if "prefill_chunk_size" in how else 13)

@@ -97,7 +97,7 @@ def test_credits_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", thin(POLICIES, 8))
-@pytest.mark.parametrize("policy", ["lru", "lfu", "paying"])
+@pytest.mark.parametrize("policy", thin(["lru", "paying", "lfu"], 2))
 def test_outputs_are_those_without_a_cache(llama: PreTrainedModel, name: str, policy: str) -> None:
     """Bit by bit, over every retrieval method, in a padded batch; only demand bytes move over to hits."""
     cls, hyper = method_class(name.partition("-")[0]), POLICIES[name]

@@ -131,7 +131,7 @@ def parsed(words: Iterable[str], config_dir: Path, errors: list[str], origin: st
         if not line:
             try:
                 override = parser.parse_override(text)
-                line = _wrong(override, config_dir) + origin if _wrong(override, config_dir) else ""
+                line = f"{wrong}{origin}" if (wrong := _wrong(override, config_dir)) else ""
             except (HydraException, RecursionError, ValueError):  # ValueError: thousands of digits
                 line = f"{shortened(text)}: not a valid <key>=<value>; quote special characters: \"key='value'\""
             else:
