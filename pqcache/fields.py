@@ -192,7 +192,8 @@ def check_ranges(options: Any) -> None:
             ]
             close = closest(value, map(str, single)) if text else None
             hint = f"; did you mean {close}?" if close else ""
-            raise ValueError(f"{name}={value}: allowed is {', '.join([*spans, *map(str, single)])}{hint}")
+            allowed = (" or " if spans else ", ").join([*spans, *map(str, single)])
+            raise ValueError(f"{name}={value}: allowed is {allowed}{hint}")
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------
