@@ -27,10 +27,8 @@ from pqcache.kernels.numeric import (
 )
 
 AHEAD = 16  # rows fetched before they are read: no processor predicts the address of the next chosen token
-_CONSTANT = (
-    64,
-    128,
-)  # head dimensions with loops of their own; others share a loop, which is told the dimension at each call
+# head dimensions with loops of their own; others share a loop, which is told the dimension at each call
+_CONSTANT = (64, 128)
 
 
 def products(kind: str, known: int, heads: int, stamp: str) -> Callable[..., None]:

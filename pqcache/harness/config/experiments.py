@@ -17,6 +17,7 @@ from typing import Any
 from pqcache.outside import read_yaml
 
 FOLDER = "experiment"
+MOST_ALIASES = 1000  # of a file, whose experiments share parts
 # keys of an experiment; a file whose own keys are such is one experiment
 KEYS = {"defaults", "cells", "model", "method", "task", "report", "hydra", "launch", "decode"}
 
@@ -44,7 +45,7 @@ def experiments(config_dir: Path) -> dict[str, Experiment]:
 @lru_cache(maxsize=256)
 def _read(file: Path, changed: int) -> dict[str, Experiment]:
     text = file.read_text(encoding="utf-8")
-    values = read_yaml(file, 1000) or {}
+    values = read_yaml(file, MOST_ALIASES) or {}
     if not isinstance(values, dict):
         raise ValueError(f"{file}: holds no experiments")
     if KEYS & values.keys() or not all(isinstance(entry, dict) for entry in values.values()):
