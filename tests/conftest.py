@@ -15,16 +15,20 @@ os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
-import torch
 from hypothesis import settings
-
-if not torch.cuda.is_available():  # Triton's kernels then run through its interpreter; read when triton is imported
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 REPO = Path(__file__).resolve().parent.parent
 settings.register_profile("repeatable", derandomize=True)  # the same examples in every run
 settings.load_profile("repeatable")
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+
+
+def pytest_collect_directory() -> None:
+    """Before the first module is imported. The process that only starts others does not come here: it needs no torch."""
+    import torch
+
+    if not torch.cuda.is_available():  # Triton's kernels then run through its interpreter; read when triton is imported
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+    torch.set_num_threads(min(2, os.cpu_count() or 1))
 
 
 def _data_folder() -> Path | None:
@@ -34,6 +38,8 @@ def _data_folder() -> Path | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    import torch
+
     missing = pytest.mark.skip(reason="no offline test data (PQCACHE_TEST_DATA)")
     no_gpu = pytest.mark.skip(reason="no CUDA device")
     for item in items:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 import pqcache
 from pqcache.embedded import load_tokenizer
 from tests.test_api import GREEDY, SETTINGS, build
+from tests.thin import thin
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +19,7 @@ def smol() -> PreTrainedModel:
     return build(transformers.LlamaConfig(vocab_size=len(load_tokenizer()), **heads, **sizes))
 
 
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize("name", thin(SETTINGS, 4))
 def test_streamers_and_stop_strings(smol: PreTrainedModel, name: str) -> None:
     tokenizer, how = load_tokenizer(), {"max_new_tokens": 10, **GREEDY}
     ids = tokenizer("The red door is here. " * 20, return_tensors="pt")["input_ids"]
@@ -32,7 +33,7 @@ def test_streamers_and_stop_strings(smol: PreTrainedModel, name: str) -> None:
     assert stop in tokenizer.decode(stopped) and torch.equal(stopped, new[: len(stopped)]) and len(stopped) <= 6
 
 
-@pytest.mark.parametrize("name", ["pqcache", "snapkv"])
+@pytest.mark.parametrize("name", thin(["pqcache", "snapkv"], 2))
 def test_a_padded_batch_of_chats_goes_on_after_its_assistant_turns(smol: PreTrainedModel, name: str) -> None:
     """Each row's second answer on the batch's cache is that of the row alone on its own."""
     tokenizer, how = load_tokenizer(), {"max_new_tokens": 6, **GREEDY}

@@ -19,7 +19,7 @@ import torch
 from pqcache.kernels import launch
 from pqcache.kernels.launch import BYTES_PER_NS, PIECES, kernel, run
 from pqcache.kernels.loops import call
-from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment
+from pqcache.kernels.numeric import FAST, FP32, KINDS, at, fetch, increment, part
 from pqcache.kernels.rows import AHEAD, add_probabilities, add_rows, join, loop_at, products, softmax
 from pqcache.kernels.scaling import Scaling
 
@@ -37,7 +37,7 @@ _MOST_PARTS = 8  # of a KV head, of scattered tokens
 _MOST_HEADS = 64  # query heads of a group that have a bit each
 
 
-@numba.njit(nogil=True)
+@part
 def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
     """Addresses of the next rows, from entry `start` of a head's segments on, that fit into a tile, all of one query.
 

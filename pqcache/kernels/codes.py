@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels.launch import kernel, run
+from pqcache.kernels.numeric import FAST, part
 from pqcache.kernels.rank import take
 
 _JOINT = 4096  # entries of a joint table that stays in the nearest caches
@@ -70,14 +71,14 @@ def _candidates(codes, lo, hi, shortlist):
     return mine
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _to_positions(out, filled, lo, shortlist):
     """Turn candidates 0, 1, ... into the positions that they have."""
     for i in range(filled):
         out[i] = shortlist[out[i]] if shortlist.shape[0] else out[i] + lo
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _count_codes(mine, c, joint, size):
     """Write to `joint` the joint codes of a head's candidates, mine (m, tokens); how often each of `size` codes occurs."""
     tokens = joint.shape[0]
@@ -101,7 +102,7 @@ def _count_codes(mine, c, joint, size):
     return amount
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _powers(logits, out):
     """The exponentials of one head's logits of a sub-space's centroids, relative to the largest."""
     highest = logits[0]
@@ -111,7 +112,7 @@ def _powers(logits, out):
         out[i] = np.exp(logits[i] - highest)
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _multiply_out(power, product):
     """Write to product (c^m,) for every joint code the product of its entries of power (m, c), one per sub-space."""
     m, c = power.shape
@@ -266,7 +267,7 @@ def top_tokens(
     return None if status.any() else torch.from_numpy(out)
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _agreeing(tables, mine, line):
     """How many codes are equal; `tables` may be a constant, as MagicPIG's default is: no loop has an end of its own then."""
     count = np.int16(0)
@@ -306,7 +307,7 @@ def often_equal(
     return torch.from_numpy(chosen).flatten(1, 2)
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+@numba.njit(nogil=True, cache=True, fastmath=FAST)
 def _nearest_of_one(x, centroids, out):
     """x (n, h_kv, m, sub), centroids (n, h_kv, m, C, sub), out (n, h_kv, m)."""
     n, heads, m, c, sub = centroids.shape
@@ -335,7 +336,7 @@ def encode_one(x: torch.Tensor, centroids: torch.Tensor) -> torch.Tensor:
     return torch.from_numpy(out)[..., None]
 
 
-@numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract", "arcp", "nsz"})
+@numba.njit(nogil=True, cache=True, fastmath=FAST)
 def _tables(q, centroids, out):
     """q (n, h_kv, g, m, sub), centroids (n, h_kv, m, C, sub), out (n, h_kv, m, C, g)."""
     n, heads, m, c, sub = centroids.shape

@@ -22,6 +22,8 @@ from llvmlite import ir
 from numba.core import cgutils, types
 from numba.extending import intrinsic
 
+from pqcache.kernels.numeric import part
+
 PIECES = 24  # per thread, where there are as many tasks
 BYTES_PER_NS = 10  # that one thread reads of K and V, for `cost`
 _ALONE = 200_000  # nanoseconds of work that other threads do not speed up: they take 50 to 100 us to begin
@@ -132,7 +134,7 @@ def kernel(function: Any, **options: Any) -> Kernel:
         stamp  # noqa: B018
         _run(fork, threads, shared.ctypes.data, pieces, tasks, _kernel, args)  # type: ignore[name-defined]  # noqa: F821
 
-    compiled = numba.njit(nogil=True, **options)(function)
+    compiled = part(**options)(function)
     launch = FunctionType(
         template.__code__.replace(co_filename=code.co_filename, co_firstlineno=code.co_firstlineno),
         {"_run": _run, "_kernel": compiled, "__name__": function.__module__}, code.co_name, None, template.__closure__,

@@ -7,19 +7,18 @@ per point.
 
 from functools import partial
 
-import numba
 import numpy as np
 import torch
 
 from pqcache.kernels.launch import kernel, run
-from pqcache.kernels.numeric import floats, largest, whole_registers
+from pqcache.kernels.numeric import floats, largest, part, whole_registers
 
 _COLUMNS = 64  # centroids whose scores exist at a time
 # points per task: sums are added block by block, so that the result does not depend on the number of threads
 _BLOCK = 2048
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@part(fastmath={"contract"})
 def _score(points, d, centroids, bias, scores):
     """Scores x . c + bias_c of two points with 64 centroids: addresses of (2, d), (d, COLUMNS), COLUMNS, and out (2, COLUMNS).
 
@@ -47,7 +46,7 @@ def _score(points, d, centroids, bias, scores):
             out[_COLUMNS + c] += b * y[c]
 
 
-@numba.njit(nogil=True)
+@part
 def _first(line, value):
     """The first index of a value in a line; its length if it has none, as for NaN."""
     index = np.int32(line.shape[0])

@@ -33,6 +33,9 @@ _LONGEST = 16 if "+avx512f" in _FEATURES else 8  # fp32 numbers in a vector regi
 
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
+# Decorates what only kernels call: Python must not. Without wrappers for Python and C it compiles in three quarters of the time.
+part: Any = functools.partial(numba.njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
+
 
 @_intrinsic
 def _pointer(typingctx, address, kind):
@@ -44,13 +47,13 @@ def _pointer(typingctx, address, kind):
     return types.CPointer(kind)(types.intp, kind), generate
 
 
-@numba.njit(nogil=True)
+@part
 def at(address, shape, kind):
     """The numbers at an address as an array. It counts no references, which would cost more than the work on a row."""
     return numba.carray(_pointer(address, kind), shape)
 
 
-@numba.njit(nogil=True)
+@part
 def floats(address, shape):
     """As `at`, of fp32."""
     return numba.carray(_pointer(address, np.float32(0)), shape)
@@ -95,7 +98,7 @@ def _prefetch(typingctx, address):
     return types.void(types.intp), generate
 
 
-@numba.njit(nogil=True)
+@part
 def fetch(address, size):
     """Prefetch `size` bytes, without waiting for them."""
     for offset in range(0, size, 64):
@@ -116,7 +119,7 @@ def increment(typingctx, address):
     return types.int64(types.intp), generate
 
 
-@numba.njit(nogil=True)
+@part
 def half(bits):
     """A finite fp16 number, given by its bits (int16), in fp32, on any processor."""
     word = np.int32(bits)
@@ -125,7 +128,7 @@ def half(bits):
     return float_of(bits_of(size) | ((word & np.int32(0x8000)) << np.int32(16)))
 
 
-@numba.njit(nogil=True)
+@part
 def widen(address, out):
     """Fill `out`, fp32, with the fp16 numbers at an address."""
     halves = at(address, out.shape, np.int16(0))
@@ -133,7 +136,7 @@ def widen(address, out):
         out[i] = half(halves[i])
 
 
-@numba.njit(nogil=True, fastmath={"contract"})
+@part(fastmath={"contract"})
 def _exponential(x, least, scale):
     """2^scale exp(x) for x <= 0 to 1e-7, 0 below `least`. NaN stays NaN. No additions in another order: they round."""
     whole = np.float32(1.5 * 2**23)  # adding it rounds a float to an integer, which its low bits then are
@@ -157,7 +160,7 @@ def _exponential(x, least, scale):
     return np.float32(0) if x < least else total
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def exponentials(line, top, least, scale):
     """The numbers of `line`, none above `top`, become 2^scale exp(number - top), 0 below `least` nats; their sum."""
     total = np.float32(0)
@@ -168,7 +171,7 @@ def exponentials(line, top, least, scale):
     return total
 
 
-@numba.njit(nogil=True)
+@part
 def largest(line):
     """The largest number of `line`, -inf if it has none. By bits, which compilers put into vectors."""
     best = bits_of(np.float32(-np.inf)) ^ np.int32(0x7FFFFFFF)

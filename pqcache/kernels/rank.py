@@ -14,7 +14,7 @@ import torch
 from pqcache.kernels.attend import addresses, block
 from pqcache.kernels.launch import BYTES_PER_NS, kernel, run
 from pqcache.kernels.loops import call
-from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest
+from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest, part
 from pqcache.kernels.rows import loop_at, products
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
@@ -23,7 +23,7 @@ _TILE = 1024  # rows whose addresses exist at a time
 _NOTHING = 0x007FFFFF  # of -inf: what NaN ranks as
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _ordered(bits):
     """uint32 that order as the floats do whose bits these are: 0 and -0 are equal, NaN ranks as -inf."""
     size = bits & np.uint32(0x7FFFFFFF)
@@ -34,7 +34,7 @@ def _ordered(bits):
     return ~bits if bits >> np.uint32(31) else bits | np.uint32(0x80000000)
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _kth(counts, k):
     """The digit of the k-th largest of entries counted by digit, and how many of that digit are selected."""
     digit = counts.shape[0] - 1
@@ -115,7 +115,7 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int]) -> torch.Tensor:
     return torch.from_numpy(out)
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def _sum_softmax(logits, g, m, first, weights):
     """Sums over g heads of their softmax over the first m columns of logits, for columns `first` and on: weights (count,)."""
     weights[:] = 0
@@ -127,7 +127,7 @@ def _sum_softmax(logits, g, m, first, weights):
             weights[i] += ranked[i] * share
 
 
-@numba.njit(nogil=True)
+@part
 def _logits(products, query, keys, step, lo, hi, rows, logits):
     """logits (g', > hi - lo) of queries (g', r) with keys, `step` bytes apart, at positions lo .. hi-1; rows: scratch."""
     at_query, at_rows = np.int64(query.ctypes.data), np.int64(rows.ctypes.data)

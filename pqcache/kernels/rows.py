@@ -6,7 +6,6 @@
 from collections.abc import Callable
 from functools import cache
 
-import numba
 import numpy as np
 
 from pqcache.kernels.loops import compiled
@@ -21,6 +20,7 @@ from pqcache.kernels.numeric import (
     fetch,
     floats,
     largest,
+    part,
     tuple_setitem,
     whole_registers,
     wide,
@@ -104,7 +104,7 @@ def loop_at(make: Callable[..., Callable[..., None]], kind: str, d: int, heads: 
     return compiled(make, kind, d if d in _CONSTANT else 0, heads).address
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def softmax(logits, count, high, mass, out):
     """Logits become weights relative to the running maxima `high`. If one grows, earlier sums are scaled down to it."""
     for a in range(high.shape[0]):
@@ -122,7 +122,7 @@ def softmax(logits, count, high, mass, out):
         mass[a] += exponentials(line, high[a], NEGLIGIBLE, 0)
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def join(outs, lse, result):
     """The softmax over all parts of a head: outs (parts, g', d), lse (parts, 2, g) -> result (g, d).
 
@@ -145,7 +145,7 @@ def join(outs, lse, result):
             line[j] *= share
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def add_probabilities(kept, lse, sums, each, step):
     """sums (E, T) += the probabilities of logits kept (g, T), of each head (E = g) or their mean (E = 1). sums: an address."""
     g = kept.shape[0]

@@ -159,6 +159,7 @@ def _check_whole(cache: SelectiveCache, ends: list[int | None]) -> None:
 
 @pytest.mark.parametrize("reduce", ["none", "sum_softmax"])
 @pytest.mark.parametrize("steps", thin([3, 1], 2))
+@pytest.mark.rest
 def test_the_cache_of_the_last_steps_changes_bytes_only(llama: PreTrainedModel, reduce: str, steps: int) -> None:
     hyper = {"n_sink": 8, "tokens_per_cluster": 10, "window": 12, "store": "host", "reduce": reduce}
     prompt, fed = [tokens(120, 1), tokens(50, 2)], [[t, t] for t in tokens(30, 3)]

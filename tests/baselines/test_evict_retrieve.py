@@ -48,7 +48,7 @@ def conversation(model: PreTrainedModel, method: Method, chunk: int | None = Non
     return torch.stack(out, 1)
 
 
-@pytest.mark.parametrize("retrieve", RETRIEVERS)
+@pytest.mark.parametrize("retrieve", thin(RETRIEVERS, 3))
 @pytest.mark.parametrize("store", thin(["resident", "host"], 2))
 def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retrieve: str, store: str) -> None:
     options = {**options_of(retrieve), "store": store}

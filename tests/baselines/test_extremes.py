@@ -58,7 +58,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
     return list(torch.stack(outs, 1))
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 2))
+@pytest.mark.parametrize("name", thin(METHODS, 4))
 def test_quantizers(name: str) -> None:
     for seed, (queries, keys, dtype, lengths) in enumerate(CASES):
         parts = rows((queries, keys), lengths, dtype, seed)

@@ -10,9 +10,10 @@ from pqcache.selective import Budget, SelectiveCache, attach, generate
 from tests.baselines.common import selections
 from tests.baselines.infllm_reference import HALF, hypers, make, run
 from tests.drawn import Pick, examples
+from tests.thin import thin
 
 
-@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("planned", thin([False, True], 2))
 @examples(6)
 def test_the_whole_algorithm_equals_a_slow_reference(planned: bool, pick: Pick) -> None:
     """Padded rows, two prompts and two answers; the reference takes one softmax over the concatenated logits.

@@ -20,6 +20,7 @@ from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 from tests.baselines.common import random_layer
+from tests.thin import thin
 
 S, TOKEN = 8192, 4096
 FIFTH = Budget(ratio=0.2)
@@ -116,7 +117,7 @@ WORKED = {
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", WORKED)
+@pytest.mark.parametrize("name", thin(WORKED, 2))
 def test_bytes_of_one_layer(name: str) -> None:
     worked = WORKED[name]
     one = random_layer(worked.method, S)

@@ -105,7 +105,7 @@ READABLE = sorted(name for name in STORES if not name.startswith(("gear", "turbo
 
 
 @on_cpu
-@pytest.mark.parametrize("name", thin(READABLE, 3))
+@pytest.mark.parametrize("name", thin(READABLE, 6))
 @pytest.mark.parametrize("lengths", [[40], [40, 33]], ids=["one row", "two rows"])
 def test_packed_tokens(name: str, lengths: list[int]) -> None:
     store = store_of(STORES[name], lengths, 5, seed=2)

@@ -53,7 +53,7 @@ PACKED = {
 }
 
 
-@pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 4))
+@pytest.mark.parametrize("name", thin([*SERVED, *PACKED], 6))
 def test_a_request_is_that_of_torch(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     calls: list[str] = []
     for module, function in ((step, "attend"), (packed, "attend"), (ragged, "attend")):

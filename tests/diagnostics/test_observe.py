@@ -37,7 +37,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> 
             torch.testing.assert_close(a[name], b[name], equal_nan=True, msg=lambda text, name=name: f"{name}: {text}")
 
 
-@pytest.mark.parametrize("name", thin(NAMES, 4))
+@pytest.mark.parametrize("name", thin(NAMES, 8))
 def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
     """And measuring changes nothing."""
     plain = generate(llama, method(name), PROMPT, max_new_tokens=9)
@@ -70,6 +70,7 @@ def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("name", ["pqcache", "clusterkv"])
+@pytest.mark.rest
 def test_it_does_not_matter_where_keys_live_or_how_the_prompt_arrives(llama: PreTrainedModel, name: str) -> None:
     resident, host = measured(llama, method(name)), measured(llama, method(name, store="host"))
     same(resident, host)
@@ -85,7 +86,7 @@ def test_resident_keys_are_not_copied(llama: PreTrainedModel) -> None:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", ["pqcache-1", "quest", "clusterkv", "snapkv", "int8"])
+@pytest.mark.parametrize("name", thin(["pqcache-1", "quest", "clusterkv", "snapkv", "int8"], 3))
 def test_rows_of_a_batch_are_measured_as_alone(llama: PreTrainedModel, name: str) -> None:
     """Two prompts of different length side by side, swapped half-way."""
     prompts, steps = [tokens(80, 1), tokens(61, 2)], list(zip(tokens(6, 3), tokens(6, 4)))

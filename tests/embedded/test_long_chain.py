@@ -50,6 +50,7 @@ def test_each_half_has_a_share_of_its_own() -> None:
     assert (found["walk"], found["recall"]) == pytest.approx((2 / 3, 2 / 3))
 
 
+@pytest.mark.rest
 def test_samples(tok: PreTrainedTokenizerBase) -> None:
     """One per (seed, index), of held-out words alone; no mark stands beside a place in the prompt."""
     samples = make_samples(2, 240, 0, tok)

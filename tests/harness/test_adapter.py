@@ -29,6 +29,7 @@ def test_every_end_token_counts(loaded: LoadedModel, monkeypatch: pytest.MonkeyP
     assert loaded.stop_ids() == {7, 8, 9, loaded.tokenizer.eos_token_id}
 
 
+@pytest.mark.rest
 def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel, log: SampleLog) -> None:
     """The general rule's fingerprints stay, so that its samples are found where the data set's own marker agrees."""
     prompt = "The old man walked over the hill. " * 12 + "Now, answer. Question: who walked?"

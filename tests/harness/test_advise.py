@@ -49,6 +49,7 @@ def test_verdicts_and_samples_follow_from_the_paired_differences(folder: Path) -
     assert "no measured method meets them" in advice(str(folder), "0.05", "-2")
 
 
+@pytest.mark.rest
 def test_a_model_without_rows_gets_the_nearest_ones(tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     said = advice("someone/SmolLM2-360M", "0.25", "-8")

@@ -24,6 +24,7 @@ def stored(out: Path) -> tuple[Any, list[dict[str, Any]], Path]:
     return row, lines_of(out), folder
 
 
+@pytest.mark.rest
 def test_answers_are_those_of_single_prompts(command: Command, tmp_path: Path) -> None:
     words = ["method=snapkv", "budget=0.3", "task=pocket_qa", "task.length=512", "limit=4", "question_as_decode=true"]
     assert command(*words, out=tmp_path / "one") == 0

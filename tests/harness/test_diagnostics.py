@@ -62,6 +62,7 @@ def test_only_what_is_missing_is_measured_again(command: Command, tmp_path: Path
     assert only(tmp_path / "out", "pqcache")[1]["diagnostics"] == row["diagnostics"]
 
 
+@pytest.mark.rest
 def test_a_recorded_cell_is_replayed(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert command("method=quest", "diagnostics=trace", "budget=0.3", "method.page=8") == 0
     folder, row = only(tmp_path / "out", "quest")

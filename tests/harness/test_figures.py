@@ -287,6 +287,7 @@ def test_one_run_and_its_grid(tmp_path: Path) -> None:
     assert draw(HEAT_MAP, [], tmp_path, "nothing") is None
 
 
+@pytest.mark.rest
 def test_the_runs_of_a_folder_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for folder, title in [("full", "full"), ("seed 0", "streaming 0.2"), ("seed 1", "streaming 0.2")]:
         draw(HEAT_MAP, ROWS, tmp_path / folder, title)

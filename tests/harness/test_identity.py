@@ -50,7 +50,7 @@ def oracle(monkeypatch: Patch) -> Any:
 @pytest.mark.parametrize(
     "line",
     [
-        pytest.param(n, marks=pytest.mark.rest) if i % 3 or n.startswith("task=lm_eval") else n
+        pytest.param(n, marks=pytest.mark.rest) if i % 6 or n.startswith("task=lm_eval") else n
         for i, n in enumerate(NAMES)
     ],
 )

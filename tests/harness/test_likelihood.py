@@ -20,6 +20,7 @@ from pqcache.registry import method_class
 from pqcache.selective import Budget, likelihood
 from tests.harness.cells import Capture, Command, Patch, definition, error_of, lines_of, rows, watch
 from tests.harness.tasks.building import Answer
+from tests.thin import thin
 
 STORY = "The old man walked over the hill and found a lamp near the river. " * 12
 CHOICES = [" A red box stood there.", " nothing at all", " B"]
@@ -91,7 +92,7 @@ def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
         likelihood(base.model, method_class("full")(), torch.ones(1, 4, dtype=torch.long), first=4, prefill=1)
 
 
-@pytest.mark.parametrize("size", [63, 64, 100])
+@pytest.mark.parametrize("size", thin([64, 63, 100], 3))
 def test_rolling_scores_every_token_once(base: LoadedModel, size: int, log: SampleLog) -> None:
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
     ids = model.encode(STORY)
@@ -107,6 +108,7 @@ def test_rolling_scores_every_token_once(base: LoadedModel, size: int, log: Samp
     assert value.tokens[-scored:] == pytest.approx(plain(model, window, len(window) - scored), abs=2e-5)
 
 
+@pytest.mark.rest
 def test_the_method_decodes_the_second_half_of_a_text(base: LoadedModel, tmp_path: Path) -> None:
     scored = {}
     for method, budget in (("full", 1.0), ("streaming", 0.3)):
@@ -167,6 +169,7 @@ def call(command: Command, definitions: Path, own_definitions: None) -> Command:
     return lambda *typed: command("task=lm_eval", f"task.include={definitions}", *typed)
 
 
+@pytest.mark.rest
 def test_multiple_choice_by_name(call: Command, tmp_path: Path, monkeypatch: Patch) -> None:
     typed = ["task.name=my_choice", "-m", "method=full,oracle", "budget=0.3", "limit=2"]
     assert call(*typed) == 0

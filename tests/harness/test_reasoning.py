@@ -157,6 +157,7 @@ def test_one_line_before_any_model(
     assert said in error_of(capsys, command(*words))
 
 
+@pytest.mark.rest
 def test_thoughts_are_kept_and_not_scored(
     command: Command, thinker: Path, rows: Path, tmp_path: Path, says: dict[str, str]
 ) -> None:

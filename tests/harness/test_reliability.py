@@ -50,6 +50,7 @@ def test_an_unreadable_configuration_costs_no_other_cell(
     assert len(generated) == 2  # its samples name their configuration
 
 
+@pytest.mark.rest
 def test_samples_of_another_method_are_not_used(
     command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:
@@ -64,6 +65,7 @@ def test_samples_of_another_method_are_not_used(
     assert rows(tmp_path / "out")["streaming 0.2"]["sample_scores"] == own
 
 
+@pytest.mark.rest
 def test_contradictory_lines_are_made_again_once(
     command: Command, tmp_path: Path, generated: list[int], capsys: Capture
 ) -> None:

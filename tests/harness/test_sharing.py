@@ -50,6 +50,7 @@ def test_same_answers_and_who_was_served(command: Command, tmp_path: Path, monke
     assert all(row["n_samples"] == 4 and row["tt2t_s"] > 0 for row in rows)
 
 
+@pytest.mark.rest
 def test_only_what_is_missing_is_computed(command: Command, tmp_path: Path, recorded: list[int]) -> None:
     sweep = ("-m", "method=full,snapkv", "budget=0.3", "shared_prefill=true")
     assert command(*sweep, "limit=6") == 0

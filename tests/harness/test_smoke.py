@@ -12,9 +12,10 @@ from pqcache.harness.run import smoke_models as smoke
 from pqcache.selective.support import check_architecture
 from tests.harness.cells import Capture, one_row
 from tests.harness.cells import planned as plan
+from tests.thin import thin
 
 
-@pytest.mark.parametrize("name", smoke.ARCHITECTURES)
+@pytest.mark.parametrize("name", thin(smoke.ARCHITECTURES, 3))
 def test_small_models_are_served(name: str) -> None:
     config = smoke.model_config(name, {})
     check_architecture(config)

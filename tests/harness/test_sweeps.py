@@ -80,6 +80,7 @@ def experiments(tmp_path: Path, monkeypatch: Patch) -> Path:
     return folder / "experiment"
 
 
+@pytest.mark.rest
 def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, capsys: Capture) -> None:
     (experiments / "picked.yaml").write_text(
         "# python run.py experiment=picked\n"
@@ -102,6 +103,7 @@ def test_cells_by_name(command: Command, experiments: Path, tmp_path: Path, caps
     assert "did you mean few?" in capsys.readouterr().err
 
 
+@pytest.mark.rest
 def test_the_best_of_several_cells_names_them(
     command: Command, experiments: Path, tmp_path: Path, capsys: Capture
 ) -> None:
@@ -175,6 +177,7 @@ def test_one_length_is_skipped_in_a_sweep(
     assert len(generated) == 1
 
 
+@pytest.mark.rest
 def test_other_tasks_decide_at_the_first_sample(
     command: Command, tmp_path: Path, generated: list[int], capsys: Capture, on: Any
 ) -> None:

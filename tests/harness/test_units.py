@@ -49,6 +49,7 @@ def test_sharded_resumed_and_plain_runs_give_the_same_rows(command: Command, tmp
     assert not list((tmp_path / "sharded").glob("*/samples.jsonl"))
 
 
+@pytest.mark.rest
 def test_another_drivers_cell_is_named_and_left_alone(
     command: Command, tmp_path: Path, on: Any, capsys: Capture
 ) -> None:

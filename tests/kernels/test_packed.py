@@ -41,7 +41,7 @@ CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head di
 ]
 
 
-@pytest.mark.parametrize("name", [*thin(METHODS, 2), *WHOLE])
+@pytest.mark.parametrize("name", [*thin(METHODS, 3), *thin(WHOLE, 2)])
 @pytest.mark.parametrize(("lengths", "steps", "group", "d"), CASES)
 def test_a_step_equals_that_of_plain_torch(
     name: str, lengths: list[int], steps: int, group: int, d: int, monkeypatch: pytest.MonkeyPatch

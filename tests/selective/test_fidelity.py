@@ -37,6 +37,7 @@ def test_the_numbers_are_those_of_a_plain_loop(llama: PreTrainedModel) -> None:
     assert read.kl[0] == pytest.approx(float((p.exp() * (p - q)).sum()), rel=1e-4)
 
 
+@pytest.mark.rest
 def test_first_divergence_is_where_a_free_run_leaves(llama: PreTrainedModel) -> None:
     full = write_reference(llama, method("full", 1.0), PROMPT, tokens=24)
     seen = set()

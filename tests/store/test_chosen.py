@@ -7,6 +7,7 @@ from pqcache.selective.attention import partial
 from pqcache.store.chosen import compacted
 from tests.baselines.coded_stores import METHODS, store_of
 from tests.drawn import drawn
+from tests.thin import thin
 
 pytest.importorskip("numba")
 
@@ -22,7 +23,7 @@ def chosen(length: int, m: int, n: int, heads: int) -> torch.Tensor:
     return torch.cat([torch.stack(picks), newest], 1).view(n, heads, m)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(METHODS, 2))
 @pytest.mark.parametrize(("steps", "n", "d"), [(5, 1, 64), pytest.param(0, 2, 16, marks=pytest.mark.rest)])
 def test_equals_attention_over_decoded_tokens(
     monkeypatch: pytest.MonkeyPatch, name: str, steps: int, n: int, d: int

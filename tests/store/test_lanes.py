@@ -78,7 +78,7 @@ def run(model: PreTrainedModel, method: Method, lanes: Lanes, seed: int) -> tupl
     return torch.stack(out), cache
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 4))
+@pytest.mark.parametrize("name", thin(METHODS, 8))
 def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str) -> None:
     expected, plain = run(llama, METHODS[name](), Lanes(), 1)
     for seed in range(2):

@@ -22,7 +22,7 @@ import torch
 from pqcache.kernels import launch
 from pqcache.kernels.launch import kernel, run
 from pqcache.kernels.loops import compiled
-from pqcache.kernels.numeric import PERMUTES, floats, lanes_of
+from pqcache.kernels.numeric import PERMUTES, floats, lanes_of, part
 from pqcache.kernels.packed.keys import (
     first_outliers,
     read_outliers,
@@ -43,7 +43,7 @@ CODES_PER_NS = 4  # of keys, and as many of values, for four query heads
 _PIECES = 8  # of work per thread, at least: a part's scratch costs more than that of attention over plain rows
 
 
-@numba.njit(nogil=True)
+@part
 def _end_of_tile(k, v, start, end):
     """A tile ends with its blocks."""
     end = min(end, start + TILE)
@@ -54,7 +54,7 @@ def _end_of_tile(k, v, start, end):
     return end
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _attend_tile(k, v, row, head, start, stop, window, segment, heads, mem):
     """Tokens start .. stop-1 of one KV head; returns the segment of keys that is folded from now on."""
     count = stop - start
@@ -70,7 +70,7 @@ def _attend_tile(k, v, row, head, start, stop, window, segment, heads, mem):
     return segment
 
 
-@numba.njit(nogil=True)
+@part
 def _attend_part(k, v, row, head, start, end, heads, memory):
     """Tokens start .. end-1 of as many KV heads as `memory` has lines, whose queries `read_query` has read."""
     kv_heads = memory.shape[0]

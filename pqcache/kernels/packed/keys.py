@@ -1,10 +1,9 @@
 """Logits of a tile: queries against packed keys, their outliers and their low-rank part."""
 
-import numba
 import numpy as np
 
 from pqcache.kernels.loops import call
-from pqcache.kernels.numeric import FAST, at, floats, widen
+from pqcache.kernels.numeric import FAST, at, floats, part, widen
 from pqcache.kernels.packed.memory import (
     AHEAD,
     BESIDE_QUERY,
@@ -31,7 +30,7 @@ from pqcache.kernels.packed.memory import (
 from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 
-@numba.njit(nogil=True)
+@part
 def read_query(k, q, heads, mem):
     """A block's queries q (heads, d), also with heads side by side."""
     query, beside = floats(mem[QUERY], (heads, k.d)), floats(mem[BESIDE_QUERY], (k.d, MOST_HEADS))
@@ -40,7 +39,7 @@ def read_query(k, q, heads, mem):
             query[a, j] = beside[j, a] = q[a, j]
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def _fold(k, row, head, segment, heads, mem):
     """Queries times the channel steps of a segment, their sums, and their products with its lows."""
     read_channels(k, row * k.channel_row + head * k.channel_head + segment * k.channel_segment, mem)
@@ -57,13 +56,13 @@ def _fold(k, row, head, segment, heads, mem):
         sums[0, a], sums[1, a] = added, summed
 
 
-@numba.njit(nogil=True)
+@part
 def _codes_of(stream, row, head, token):
     """Where a token's codes are."""
     return stream.codes + row * stream.codes_row + head * stream.codes_head + token * stream.codes_token
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def score_codes(k, v, row, head, start, count, segment, heads, mem):
     """Write the tile's logits over codes, steps and lows; return the segment that is folded from now on."""
     codes, stride = read_tile(k, row, head, start, count, mem)
@@ -93,7 +92,7 @@ def score_codes(k, v, row, head, start, count, segment, heads, mem):
     return segment
 
 
-@numba.njit(nogil=True)
+@part
 def _near(k, row, head, token, channel):
     """What the code of a key's channel stands for."""
     of = row * k.channel_row + head * k.channel_head + token // k.span * k.channel_segment + 2 * channel
@@ -102,7 +101,7 @@ def _near(k, row, head, token, channel):
     )
 
 
-@numba.njit(nogil=True)
+@part
 def first_outliers(k, row, head, start, mem):
     """Point each channel's cursor to its first outlier from token `start` on: binary searches."""
     cursor, near = at(mem[CURSOR], k.d, np.int32(0)), floats(mem[NEAR], k.d)
@@ -121,7 +120,7 @@ def first_outliers(k, row, head, start, mem):
             near[j] = _near(k, row, head, start - within + position_at(positions, size, block + j), j)
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def read_outliers(k, row, head, start, count, mem):
     """By how much outliers of key channels change the logits of `count` tokens, in one block: AHEAD (WINDOW, MOST_HEADS).
 
@@ -147,7 +146,7 @@ def read_outliers(k, row, head, start, count, mem):
         cursor[j] = entry
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def score_outliers(first, count, heads, mem):
     """Add to the tile's logits what outliers change; the tile begins with token `first` of those read ahead."""
     ahead = floats(mem[AHEAD] + 4 * MOST_HEADS * first, (count, MOST_HEADS))
@@ -157,7 +156,7 @@ def score_outliers(first, count, heads, mem):
             logits[i] += ahead[i, a]
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def see_block(k, row, head, start, mem):
     """The query times the second low-rank factor of a block: SEEN."""
     seen, line = floats(mem[SEEN], (k.rank, MOST_HEADS)), floats(mem[ONE], k.d)
@@ -172,7 +171,7 @@ def see_block(k, row, head, start, mem):
                 seen[r, a] += line[j] * query[j, a]
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def score_low_rank(k, row, head, start, count, heads, mem):
     """Add q . (a b) to the tile's logits, as a . (b q). The tile is in one block."""
     read_factors(k, row, head, start, count, mem)

@@ -2,10 +2,9 @@
 
 from typing import Any
 
-import numba
 import numpy as np
 
-from pqcache.kernels.numeric import at, floats, half, widen
+from pqcache.kernels.numeric import at, floats, half, part, widen
 from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 WINDOW = 512  # tokens whose outliers are read at a time; a multiple of TILE
@@ -68,7 +67,7 @@ def sizes_of(k: Any, v: Any, d: int, heads: int) -> np.ndarray:
     ], np.int64)  # fmt: skip
 
 
-@numba.njit(nogil=True)
+@part
 def laid_out(base, sizes, lines):
     """Addresses (lines, arrays) of arrays of so many floats, each at the start of a cache line."""
     out = np.empty((lines, sizes.shape[0]), np.int64)
@@ -79,7 +78,7 @@ def laid_out(base, sizes, lines):
     return out
 
 
-@numba.njit(nogil=True)
+@part
 def code_at(address, bits, channel):
     """One code of a token at an address, 8 bits or less: codes are a stream of bits, the lowest first."""
     bit = channel * bits
@@ -90,13 +89,13 @@ def code_at(address, bits, channel):
     return np.float32((word >> (bit & 7)) & ((1 << bits) - 1))
 
 
-@numba.njit(nogil=True)
+@part
 def half_at(address):
     """The fp16 number at an address."""
     return half(at(address, 1, np.int16(0))[0])
 
 
-@numba.njit(nogil=True)
+@part
 def position_at(positions, size, entry):
     """Outliers' positions have `size` bytes."""
     if size == 2:
@@ -104,7 +103,7 @@ def position_at(positions, size, entry):
     return np.int64(at(positions + 4 * entry, 1, np.int32(0))[0])
 
 
-@numba.njit(nogil=True)
+@part
 def read_channels(stream, offset, mem):
     """A segment's channel steps and lows; their place is `offset` bytes from the first ones."""
     for which, source in enumerate((stream.channel_step, stream.channel_low)):
@@ -115,7 +114,7 @@ def read_channels(stream, offset, mem):
             line[:] = 1 - which
 
 
-@numba.njit(nogil=True)
+@part
 def _decode(stream, base, count, mem):
     """Write to NUMBERS what `count` tokens' codes at `base` stand for under their groups' steps and lows."""
     groups = max(1, stream.groups)
@@ -132,7 +131,7 @@ def _decode(stream, base, count, mem):
                 out[i, j] = out[i, j] * steps[i, j // each] + lows[i, j // each]
 
 
-@numba.njit(nogil=True)
+@part
 def read_tile(stream, row, head, start, count, mem):
     """Read a tile's steps and lows; the address of its codes, or of what they stand for, and bytes from token to token."""
     groups = stream.groups
@@ -153,7 +152,7 @@ def read_tile(stream, row, head, start, count, mem):
     return mem[NUMBERS], 4 * stream.d
 
 
-@numba.njit(nogil=True)
+@part
 def read_factors(stream, row, head, start, count, mem):
     """The low-rank factors of a tile's tokens, by rank. Codes that were written to NUMBERS are lost."""
     rank, size = stream.rank, count * stream.rank

@@ -6,10 +6,9 @@ block. Codes of 32 bits are the numbers themselves.
 
 from collections.abc import Callable
 
-import numba
 import numpy as np
 
-from pqcache.kernels.numeric import decode, dots, fetch, floats, lanes_of, tuple_setitem, whole_registers
+from pqcache.kernels.numeric import decode, dots, fetch, floats, lanes_of, part, tuple_setitem, whole_registers
 
 TILE = 128  # tokens between two updates of the running maximum; its codes fit the nearest cache
 LINE = TILE + 4  # floats of a head's logits: values are added four tokens at a time
@@ -17,7 +16,7 @@ MOST_HEADS = 4  # query heads of a block
 READ = (2, 4, 8, 32)  # bits of codes that are read in place
 
 
-@numba.njit(nogil=True, inline="always")
+@part(inline="always")
 def _rows(rows, bits, d, groups, listed, address, stride, i, last, steps, lows, table, space):
     """Where the numbers of tokens from i on are, or what their codes stand for, written to `space`; none is after the last."""
     for t in range(len(rows)):

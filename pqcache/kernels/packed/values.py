@@ -1,10 +1,9 @@
 """Weights of a tile, and packed values added up under them, with their outliers and their low-rank part."""
 
-import numba
 import numpy as np
 
 from pqcache.kernels.loops import call
-from pqcache.kernels.numeric import FAST, NEGLIGIBLE, exponentials, floats, largest, widen
+from pqcache.kernels.numeric import FAST, NEGLIGIBLE, exponentials, floats, largest, part, widen
 from pqcache.kernels.packed.memory import (
     ADDED,
     BESIDE,
@@ -30,7 +29,7 @@ from pqcache.kernels.packed.memory import (
 from pqcache.kernels.packed.tiles import LINE, MOST_HEADS, TILE
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def _shrink(v, a, factor, heads, mem):
     """Scale what head a has added up."""
     codes, dense = floats(mem[ADDED] + 4 * a * v.d, v.d), floats(mem[DENSE] + 4 * a * v.d, v.d)
@@ -50,7 +49,7 @@ def _shrink(v, a, factor, heads, mem):
         low_rank[r, a] *= factor
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def softmax(v, count, heads, mem):
     """Logits become weights relative to the running maximum. If it grows, earlier sums are scaled down to it."""
     high, mass = floats(mem[HIGH], heads), floats(mem[MASS], heads)
@@ -63,7 +62,7 @@ def softmax(v, count, heads, mem):
         mass[a] += exponentials(line, high[a], NEGLIGIBLE, 0)
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def add_codes(v, row, head, start, count, heads, mem):
     """Add the tile's weighted values: codes, steps and lows."""
     codes, stride = read_tile(v, row, head, start, count, mem)
@@ -84,7 +83,7 @@ def add_codes(v, row, head, start, count, heads, mem):
     call(v.tile, (codes, stride, count, mem[STEPS], mem[LOWS], mem[NUMBERS], mem[LOGITS], mem[ADDED], v.table))
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def _near(v, row, start, i, head, j, mem):
     """What the code of channel j of the tile's token i stands for, in a KV head. The tile begins with token `start`."""
     address = v.codes + row * v.codes_row + head * v.codes_head + (start + i) * v.codes_token
@@ -92,7 +91,7 @@ def _near(v, row, start, i, head, j, mem):
     return code_at(address, v.bits, j) * floats(mem[STEPS] + pair, 1)[0] + floats(mem[LOWS] + pair, 1)[0]
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def add_outliers(v, row, start, count, memory):
     """Add by how much outliers of a tile's tokens differ from their codes, for all KV heads."""
     positions, size, most, d = v.positions, v.position_bytes, v.outliers, v.d
@@ -112,7 +111,7 @@ def add_outliers(v, row, start, count, memory):
                 to[a] += change * weights[a]
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def add_factors(v, row, head, start, count, heads, mem):
     """Add p a to the sums of the current block, which the tile is in."""
     read_factors(v, row, head, start, count, mem)
@@ -126,7 +125,7 @@ def add_factors(v, row, head, start, count, heads, mem):
             added[r, a] += product
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def end_block(v, row, head, block, heads, mem):
     """Add (p a) b of a block that is over, and begin with the next."""
     added, line = floats(mem[LOW_RANK], (v.rank, heads)), floats(mem[ONE], v.d)
@@ -140,7 +139,7 @@ def end_block(v, row, head, block, heads, mem):
             added[r, a] = 0
 
 
-@numba.njit(nogil=True, fastmath=FAST)
+@part(fastmath=FAST)
 def result(v, row, head, heads, mem, out):
     """All that was added up, times the channels' steps: out (heads, d), to be divided by the sums' mass."""
     codes, dense = floats(mem[ADDED], (heads, v.d)), floats(mem[DENSE], (heads, v.d))

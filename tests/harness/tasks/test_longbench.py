@@ -12,6 +12,7 @@ from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
 from pqcache.harness.tasks.longbench.data_sets import CHINESE, DATASETS, OFFICIAL, fill, score
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import build, write_rows
+from tests.thin import thin
 
 ROW = {
     "input": "Who said {context} {} first?\n",
@@ -125,7 +126,7 @@ def test_the_best_answer_counts_and_few_shot_answers_end_with_their_first_line()
     assert score("lcc", "", ["return x"], None) == 0.0
 
 
-@pytest.mark.parametrize("dataset", OFFICIAL)
+@pytest.mark.parametrize("dataset", thin(OFFICIAL, 4))
 def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer: Any) -> None:
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -24,6 +24,7 @@ def call(command: Command, tmp_path: Path) -> Any:
     return answer
 
 
+@pytest.mark.rest
 def test_perplexity_exact(call: Any, tmp_path: Path, capsys: Capture) -> None:
     rows = call("-m", "task=pg19", "task.tokens=400", "task.stride=200", "method=full,pqcache", "budget=1.0")
     full, everything = (rows[name]["tasks"]["pg19"]["metrics"]["perplexity"] for name in ("full", "pqcache"))
@@ -63,6 +64,7 @@ def test_answers_begin_inside_the_models_turn(call: Any, tiny: Path, monkeypatch
     assert all(text.index("provided text?") < text.rindex("provided text is") for text in prompts if "magic" in text)
 
 
+@pytest.mark.rest
 def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path, capsys: Capture) -> None:
     row = call("task=needle", "task.lengths=[512]", "task.depths=[0,50,100]", "method=full")["full"]
     assert "needle: 2 of 3 grid cells; limit=null for all" in capsys.readouterr().out
