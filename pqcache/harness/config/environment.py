@@ -5,7 +5,7 @@ import logging
 import os
 import platform
 import subprocess
-from functools import partial
+from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
@@ -39,8 +39,9 @@ def facts(device: str, kept: str = "") -> Facts:
     return {"device": caption, "git_commit": git_commit(), "versions": versions()}
 
 
+@cache
 def git_commit() -> str | None:
-    """The commit of this source tree; None outside a repository.
+    """The commit of this source tree, when first asked for: later changes are not what runs. None outside a repository.
 
     It ends with -dirty.<8 hex digits of `git diff HEAD`> if tracked files were changed. None, too, where git does not say it.
     """
