@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from pqcache.kernels.launch import kernel, run
-from pqcache.kernels.numeric import FAST, part
+from pqcache.kernels.numeric import FAST, bits_of, part
 from pqcache.kernels.rank import take
 
 _JOINT = 4096  # entries of a joint table that stays in the nearest caches
@@ -23,7 +23,7 @@ _RADIX = ((20, 0xFFF), (8, 0xFFF), (0, 0xFF))  # digits of a float's bits; non-n
 _MAX_GAP = 40.0
 
 
-@numba.njit(nogil=True, cache=True)
+@part
 def _threshold(bits, amount, k):
     """The k-th largest of `bits` (uint32), entry i counted amount[i] times, and how many entries of that value are selected."""
     prefix, mask = np.uint32(0), np.uint32(0)
@@ -51,7 +51,7 @@ def _threshold(bits, amount, k):
     return prefix, k
 
 
-@numba.njit(nogil=True, cache=True)
+@part
 def _candidates(codes, lo, hi, shortlist):
     """Codes (m, tokens) of one head's candidates: of the shortlist (tokens, -1 at its end), or without one of lo .. hi-1."""
     m = codes.shape[0]
@@ -166,7 +166,9 @@ def _joint(first, last, codes, tables, lo, hi, shortlist, k, out, status):
                 weights[i] += product[i] / total
         if status[task]:
             continue
-        bits = weights.view(np.uint32)
+        bits = np.empty(size, np.uint32)
+        for i in range(size):
+            bits[i] = bits_of(weights[i])
         level, ties = _threshold(bits, amount, count)
         kind = np.zeros(size, np.uint8)  # 2: chosen, 1: chosen while ties are left
         for i in range(size):

@@ -7,14 +7,13 @@ nothing is sorted: one pass counts the first digit, and only scores with the thr
 from collections.abc import Sequence
 from functools import partial
 
-import numba
 import numpy as np
 import torch
 
 from pqcache.kernels.attend import addresses, block
 from pqcache.kernels.launch import BYTES_PER_NS, kernel, run
 from pqcache.kernels.loops import call
-from pqcache.kernels.numeric import FAST, FP32, LEAST, exponentials, largest, part
+from pqcache.kernels.numeric import FAST, FP32, LEAST, bits_of, exponentials, largest, part
 from pqcache.kernels.rows import loop_at, products
 
 _FIRST = 12  # bits of the first digit: 4096 counters stay in the nearest cache
@@ -44,7 +43,7 @@ def _kth(counts, k):
     return digit, k
 
 
-@numba.njit(nogil=True, cache=True)
+@part
 def _level(keys, k):
     """The k-th largest of keys (uint32), and how many entries of that value are selected."""
     m = keys.shape[0]
@@ -75,13 +74,12 @@ def _level(keys, k):
     return level, k
 
 
-@numba.njit(nogil=True, cache=True)
+@part
 def take(weights, k, lo, out):
     """Write to out the k largest of weights as lo + their index, ascending; ties go to the lower index."""
-    bits = weights.view(np.uint32)
     keys = np.empty(weights.shape[0], np.uint32)
     for i in range(weights.shape[0]):
-        keys[i] = _ordered(bits[i])
+        keys[i] = _ordered(np.uint32(bits_of(weights[i])))
     level, ties = _level(keys, k)
     filled, i = 0, 0
     while filled < k:
