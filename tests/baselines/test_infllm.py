@@ -48,6 +48,7 @@ def test_attended_tokens_are_what_is_reported(llama: PreTrainedModel) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunk", [8, 24])
+@pytest.mark.rest
 def test_chunks_at_whole_execution_chunks_equal_one_block(llama: PreTrainedModel, chunk: int) -> None:
     method = InfLLM(n_init=4, n_local=16, topk=2, block=4, exc_block=8, budget=HALF)
     prompt, steps = [tokens(90, 21)], [[t] for t in tokens(6, 2)]

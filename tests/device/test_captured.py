@@ -102,7 +102,7 @@ def facts(cache: SelectiveCache) -> tuple:
     return cache.past, cache.columns, lengths, ledger.steps, ledger.attended(all_layers=True), kept
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 3))
+@pytest.mark.parametrize("name", thin(METHODS, 5))
 def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, replays: list[int], name: str) -> None:
     """Whenever the replays stop, the host knows what the device has done, and ordinary steps go on from there."""
     with attach(llama):

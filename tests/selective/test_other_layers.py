@@ -48,7 +48,7 @@ def small(kind: str) -> PreTrainedModel:
     return model
 
 
-@pytest.fixture(scope="module", params=thin([*SLIDING, *HYBRID, *ALL_SLIDE], 2))
+@pytest.fixture(scope="module", params=thin([*SLIDING, *HYBRID, *ALL_SLIDE], 3))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small(request.param)
 

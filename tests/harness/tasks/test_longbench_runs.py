@@ -74,6 +74,7 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("no_model")
+@pytest.mark.rest
 def test_wrong_folders_and_files_end_in_one_line(
     start: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
