@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import GENERATED, Task, require
-from pqcache.outside import file_hash, open_regular, parse_json
+from pqcache.outside import LONGEST_FILE, LONGEST_LINE, file_hash, open_regular, parse_json
 
 HUB, CONSTRUCTED = "hub", "constructed"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -37,8 +37,6 @@ Rows = list[dict[str, Any]]
 # What a result row records of its data: source, revision, and the SHA-256 of each file.
 Facts = dict[str, Any]
 
-# A row of a published data set has a few million characters at most; a compressed file of a megabyte can hold gigabytes.
-LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # characters
 # What reading a cut, encrypted or foreign file raises, beside what says that a line is no JSON.
 DAMAGED = (
     OSError, EOFError, zlib.error, lzma.LZMAError, zipfile.BadZipFile, UnicodeDecodeError, RuntimeError, NotImplementedError,
@@ -306,7 +304,7 @@ def parse_lines(
 
 
 def _bounded(file: TextIO, name: str) -> Iterator[str]:
-    """The lines of a file, none of which is read further than LONGEST_LINE."""
+    """The lines of a file, none of which is read further than LONGEST_LINE: a compressed megabyte can hold gigabytes."""
     total = 0
     while line := file.readline(LONGEST_LINE + 1):
         total += len(line)
