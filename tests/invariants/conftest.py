@@ -42,7 +42,7 @@ WHOLE = (
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    By default it takes the first setting of every third method, of those in WHOLE of every one, and every tenth one of the
+    By default it takes the first setting of every third method, of those in WHOLE of every one, and every fifth one of the
     further settings; other tests take the others. The rest has those that are left out, and every second first setting on
     another architecture. What a cache refuses, and how rows are fed together, depends on the method, not on the architecture:
     one is enough there.
@@ -57,7 +57,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
     again = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
     firsts, others = ([case for case in CASES if bool(case.number) == more] for more in (False, True))
-    usual = [*(firsts if test in WHOLE else firsts[number % 3 :: 3]), *others[number % 10 :: 10]]
+    usual = [*(firsts if test in WHOLE else firsts[number % 3 :: 3]), *others[number % 5 :: 5]]
     marked = [(case, name, case not in usual) for case, name in pairs(test)]
     marked += [(case, name, True) for case, name in again]
     chosen = [
