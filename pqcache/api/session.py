@@ -66,12 +66,10 @@ def use(
     """
     model = unwrapped(model)
     check_model(model)
-    typed_value("attn", attn, str, "auto")
-    if attn not in ATTN:
-        raise ValueError(f"attn={attn!r}: unknown; {suggestion(attn, ATTN)}")
-    typed_value("kernels", kernels, str, "torch")
-    if kernels not in KERNELS:
-        raise ValueError(f"kernels={kernels!r}: unknown; {suggestion(kernels, KERNELS)}")
+    for key, value, known in (("attn", attn, ATTN), ("kernels", kernels, KERNELS)):
+        typed_value(key, value, str, known[0])
+        if value not in known:
+            raise ValueError(f"{key}={value!r}: unknown; {suggestion(value, known)}")
     if isinstance(method, str) or (isinstance(method, type) and issubclass(method, Method)):
         made = make_method(method, BUDGET if budget is None else budget, dense_layers, protocol, options, model)
     elif isinstance(method, Method):
