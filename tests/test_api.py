@@ -19,6 +19,7 @@ from pqcache.registry import METHODS
 from pqcache.selective import SelectiveCache, attach, generate
 from pqcache.selective.attach import check_config
 from tests.invariants.cases import SMALL
+from tests.thin import thin
 
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
 # method -> options and budget for prompts of about a hundred tokens
@@ -344,19 +345,19 @@ def test_methods_are_listed_with_kind_and_paper() -> None:
     assert not listed["full"].paper
 
 
-def test_the_import_is_cheap_and_needs_torch_and_transformers_alone() -> None:
-    code = """
+@pytest.mark.parametrize("more", thin(["", "pqcache.methods()\nimport pqcache.embedded"], 2))
+def test_the_import_is_cheap_and_needs_torch_and_transformers_alone(more: str) -> None:
+    code = f"""
 import sys
 import pqcache
-assert not {"torch", "transformers", "numpy"} & set(sys.modules)
-assert {"use", "methods"} <= set(dir(pqcache))
+assert not {{"torch", "transformers", "numpy"}} & set(sys.modules)
+assert {{"use", "methods"}} <= set(dir(pqcache))
 try:
     pqcache.usee
 except AttributeError as error:
     assert "usee" in str(error)
-pqcache.methods()
-import pqcache.embedded
-heavy = {"hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "plotly", "numba", "rouge"}
+{more}
+heavy = {{"hydra", "omegaconf", "lm_eval", "datasets", "wandb", "pandas", "matplotlib", "plotly", "numba", "rouge"}}
 print(sorted(heavy & set(sys.modules)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120)

@@ -11,7 +11,7 @@ from tests.thin import thin
 from .coded_stores import METHODS, decoded, mean_bits, store_of
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thin(METHODS, 2))
 @pytest.mark.parametrize(("lengths", "steps"), [([40], 0), ([61], 21), ([37, 37], 9), ([50, 33], 11)])
 @pytest.mark.parametrize("exact", thin([False, True], 2))
 def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[int], steps: int, exact: bool) -> None:

@@ -43,6 +43,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.rest
 def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = [f"tables={folder}", "rows=method", "columns=budget", "values=score,to_full,tpot"]
     assert run.main(line) == 0

@@ -9,6 +9,7 @@ import run
 from pqcache.harness.run import models
 from pqcache.outside import read_yaml
 from tests.harness.cells import REPO, Capture, Patch
+from tests.thin import thin
 
 BAD = read_yaml(Path(__file__).with_name("bad_input.yaml"))
 ONE_LINE: dict[str, list[str]] = {words.replace("{repo}", str(REPO)): parts for words, parts in BAD.items()}
@@ -19,7 +20,7 @@ def nothing_is_loaded(no_model: None, monkeypatch: Patch) -> None:
     monkeypatch.setattr(models, "load_config", models.load)
 
 
-@pytest.mark.parametrize("line", ONE_LINE)
+@pytest.mark.parametrize("line", thin(ONE_LINE, 2))
 def test_one_clear_line(line: str, capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run.main(line.split()) == 2

@@ -131,6 +131,7 @@ def call(command: Command, own_definitions: None, tmp_path: Path) -> Command:
         *(pytest.param(how, marks=pytest.mark.rest) for how in ("shared_prefill=true", "launch=ray")),
     ],
 )
+@pytest.mark.rest
 def test_answers(call: Command, tmp_path: Path, how: str, on: Any, monkeypatch: Any, capsys: Capture) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)
     sweep = ["-m", "method=full,snapkv", "budget=0.5", "task.name=my_answers", how]

@@ -302,6 +302,7 @@ def test_the_runs_of_a_folder_side_by_side(tmp_path: Path, capsys: pytest.Captur
         assert "no heatmap.json" in capsys.readouterr().err and (folder.name == "full" or not folder.exists())
 
 
+@pytest.mark.rest
 def test_the_picture_of_what_a_score_costs(repo: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pocket = repo / "results" / "reference" / "pocket"
     trade_off.main([str(pocket), "--picture", str(tmp_path / "a.png")])

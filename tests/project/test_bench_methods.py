@@ -26,6 +26,7 @@ def run(out: Path, *argv: str) -> dict[str, Any]:
     return json.loads(out.read_text())
 
 
+@pytest.mark.rest
 def test_it_measures_decode_and_prefill(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["--lengths", "400", "--prefill-length", "100", "--methods", *FAMILIES]
     figures, shown = run(tmp_path / "figures.json", *argv), capsys.readouterr().out

@@ -7,6 +7,7 @@ from pqcache.harness.tasks import xsum
 from tests.harness.tasks.building import build, write_rows
 
 
+@pytest.mark.rest
 def test_xsum_prompt_and_rouge(tmp_path: Path, tokenizer: Any) -> None:
     rows = [{"document": "The {cat} sat on the mat", "summary": "A cat sat.", "id": 7}]
     write_rows(tmp_path / "test.jsonl", rows)
