@@ -34,7 +34,6 @@ COLUMNS = 5
 _TILE = 1024  # tokens between two updates of the running maximum: the first rows of a tile are not there yet
 _PART = 1024  # tokens of a part at least, of those that are read side by side
 _MOST_PARTS = 8  # of a KV head, of scattered tokens
-_MOST_HEADS = 64  # query heads of a group that have a bit each
 
 
 @part
@@ -64,7 +63,10 @@ def _fill(mine, start, end, marks, k_step, v_step, keys, values, places):
                 i = start
                 while some and count < _TILE:
                     keys[count], values[count], places[count] = k + i * k_step, v + i * v_step, i
-                    count += marks[i] != 0
+                    mark = marks[i, 0]
+                    for byte in range(1, marks.shape[1]):
+                        mark |= marks[i, byte]
+                    count += mark != 0
                     i, some = i + 1, some - 1
                 start = i
             else:
@@ -85,8 +87,8 @@ def _attend(
 
     steps: bytes from row to row of K, and of V; size: of a row. products, add_rows: addresses of loops, see rows.py.
 
-    marks (n, h_kv, length): bits of the heads that attend a position, or no entries. bias (n, h_kv, g, length): added to their
-    logits, or no entries. kept (n, h_kv, g, T): logits of the first T tokens, scratch, as outs (n, h_kv, parts, g', d), lse
+    marks (n, h_kv, length, bytes): bits of the heads that attend a position, or no entries. bias (n, h_kv, g, length): added to
+    their logits, or no entries. kept (n, h_kv, g, T): logits of the first T tokens, scratch, as outs (n, h_kv, parts, g', d), lse
     (n, h_kv, parts, 2, g) and done (n, h_kv). Writes result (n, h_kv, g, d). Adds to sums (n, h_kv, E, T): an address, E, and
     the bytes from row to row, head to head, and entry to entry of E.
     """
@@ -119,7 +121,7 @@ def _attend(
                 line = logits[a]
                 if marked.shape[0]:
                     for i in range(count):
-                        if np.uint64(marked[places[i]]) >> np.uint64(a) & np.uint64(1) == 0:
+                        if marked[places[i], a >> 3] >> (a & 7) & 1 == 0:
                             line[i] = -np.inf
                         elif bias.shape[3]:
                             line[i] += bias[row, head, a, places[i]]
@@ -140,7 +142,7 @@ def _attend(
 
 @kernel
 def _mark(first, last, indices, weights, sinks, local, length, marks, bias):
-    """Task = (row, KV head). marks (n, h_kv, length): bit a where query head a of the group attends; indices (n, H, chosen).
+    """Task = (row, KV head). marks (n, h_kv, length, bytes): bit a where a group's head a attends; indices (n, H, chosen).
 
     bias (n, h_kv, g, length) takes weights (n, h, chosen), where it has entries.
     """
@@ -149,20 +151,20 @@ def _mark(first, last, indices, weights, sinks, local, length, marks, bias):
         row, head = task // heads, task % heads
         mine = marks[row, head]
         for a in range(g):
-            bit = marks.dtype.type(np.uint64(1) << np.uint64(a))
+            byte, bit = a >> 3, np.uint8(1 << (a & 7))
             chosen = indices[row, (head * g + a) * indices.shape[1] // (heads * g)]
             for i in range(chosen.shape[0]):
                 if chosen[i] >= 0:
-                    mine[chosen[i]] |= bit
+                    mine[chosen[i], byte] |= bit
                     if bias.shape[3]:
                         bias[row, head, a, chosen[i]] = weights[row, head * g + a, i]
             for i in range(sinks):
-                mine[i] |= bit
+                mine[i, byte] |= bit
             for i in range(length - local, length):
-                mine[i] |= bit
+                mine[i, byte] |= bit
 
 
-_NO_MARKS, _NO_BIAS = np.zeros((1, 1, 0), np.uint8), np.zeros((1, 1, 1, 0), np.float32)
+_NO_MARKS, _NO_BIAS = np.zeros((1, 1, 0, 1), np.uint8), np.zeros((1, 1, 1, 0), np.float32)
 _NO_CHOICE = (0, 0, 0, 0)
 
 
@@ -364,13 +366,13 @@ def attend_chosen(
     """
     (n, h), h_kv, (_, heads, chosen) = q.shape[:2], k.shape[1], indices.shape
     each = heads not in (1, h_kv) or log_weight is not None  # whether a group's query heads differ
-    if not serves(q, k, v) or (each and (heads not in (1, h_kv, h) or h // h_kv > _MOST_HEADS)):
+    if not serves(q, k, v) or (each and heads not in (1, h_kv, h)):
         return None
     indices = indices.contiguous()
     at_k, at_v = _place(k), _place(v)
     steps = at_k[3], at_v[3]
     if each:
-        marks = np.zeros((n, h_kv, length), np.uint8 if h // h_kv <= 8 else np.uint64)
+        marks = np.zeros((n, h_kv, length, -(-h // h_kv // 8)), np.uint8)
         bias = np.zeros((n, h_kv, h // h_kv, 0 if log_weight is None else length), np.float32)
         weights = _NO_BIAS[0] if log_weight is None else log_weight.contiguous().numpy()
         run(_mark, n * h_kv, indices.numpy(), weights, sinks, local, length, marks, bias, cost=n * h * chosen)
