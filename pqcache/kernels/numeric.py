@@ -33,7 +33,8 @@ _LONGEST = 16 if "+avx512f" in _FEATURES else 8  # fp32 numbers in a vector regi
 
 _I8, _I16, _I32, _FLOAT = ir.IntType(8), ir.IntType(16), ir.IntType(32), ir.FloatType()
 
-# Decorates what only kernels call: Python must not. Without wrappers for Python and C it compiles in three quarters of the time.
+# Decorates functions that only kernels call. They have no wrapper for Python, where a call would end the process, and so they
+# compile in three quarters of the time.
 part: Any = functools.partial(numba.njit, nogil=True, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 
 

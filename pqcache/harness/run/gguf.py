@@ -21,7 +21,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from pqcache.harness.run.model_files import Unusable, reading
+from pqcache.harness.run.model_files import Unusable
 from pqcache.outside import file_hash
 
 FOLDER = Path("~/.cache/pqcache/gguf")
@@ -88,9 +88,13 @@ def converted(options: dict[str, Any]) -> Path | None:
         print(f"{typed}: is dequantized once, into {folder}", flush=True)
         made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
         try:
-            with reading(options["path"], f"{file.name} cannot be read"):
-                _convert(file, made)
-                made.rename(folder)
+            _convert(file, made)
+            made.rename(folder)
+        except Unusable:
+            raise
+        except Exception as error:  # what a damaged file does to its readers has many kinds
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            raise Unusable(f"{typed}: {file.name} cannot be read ({reason})") from error
         finally:
             shutil.rmtree(made, ignore_errors=True)
     return folder
