@@ -14,7 +14,7 @@ import re
 import stat
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, Any
@@ -35,6 +35,22 @@ _hashes: dict[str, str] = {}
 
 class Unreadable(OSError, ValueError):
     """A file that is no regular one, or too large."""
+
+
+def reason(error: Exception) -> str:
+    """What an error says, in one line of some 200 characters; with its kind, where that says more than its text."""
+    kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
+    return kind + " ".join(str(error).split())[:200]
+
+
+@contextmanager
+def refusing(what: str, *kinds: type[Exception], more: str = "", of: type[ValueError] = ValueError) -> Iterator[None]:
+    """Inside it an error of these kinds, without any of every kind, is a one-line ValueError: `what` (its reason) `more`."""
+    caught = kinds or (Exception,)
+    try:
+        yield
+    except caught as error:
+        raise of(f"{what} ({reason(error)}){more}") from error
 
 
 def open_regular(path: Path | str, most: int = LONGEST_FILE, flags: int = 0) -> IO[bytes]:
@@ -96,7 +112,7 @@ def read_yaml(path: Path | str, most: int = ALIASES) -> Any:
                 raise ValueError(f"{path}: has more than {most} aliases, or {DEEPEST} levels")
         return whole(yaml.load(text, loader))
     except (RecursionError, yaml.YAMLError) as error:
-        raise ValueError(f"{path}: is no YAML ({' '.join(str(error).split())[:200]})") from error
+        raise ValueError(f"{path}: is no YAML ({reason(error)})") from error
 
 
 def file_hash(path: Path) -> str:
@@ -120,22 +136,25 @@ def file_hash(path: Path) -> str:
     return _hashes[key]
 
 
+def each(value: Any, change: Callable[[Any], Any], key: Callable[[Any], Any] = lambda key: key) -> Any:
+    """A value with `change` of all in its dictionaries and lists, at any depth, and `key` of keys. Tuples become lists."""
+    if isinstance(value, dict):
+        return {key(name): each(item, change, key) for name, item in value.items()}
+    return [each(item, change, key) for item in value] if isinstance(value, list | tuple) else change(value)
+
+
 def whole(value: Any) -> Any:
     """A value of JSON whose texts hold no half of a character, which no file and no tokenizer takes."""
-    if isinstance(value, str):
-        return value if value.isascii() else _HALF.sub("?", value)
-    if isinstance(value, dict):
-        return {whole(key): whole(item) for key, item in value.items()}
-    return [whole(item) for item in value] if isinstance(value, list) else value
+
+    def change(one: Any) -> Any:
+        return _HALF.sub("?", one) if isinstance(one, str) and not one.isascii() else one
+
+    return each(value, change, change)
 
 
 def finite(value: Any) -> Any:
     """A value without NaN and infinity, which JSON does not have: null in their place."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return each(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
 
 
 class _Late(BaseException):
@@ -182,7 +201,5 @@ def rendering(seconds: float, what: str) -> Iterator[None]:
             timer.cancel()
     except _Late:
         raise ValueError(f"{what} takes more than {seconds:g} s") from None
-    except ValueError:
-        raise
     except Exception as error:  # of Jinja, or of what its expressions do
-        raise ValueError(f"{what} fails ({type(error).__name__}: {error})") from error
+        raise error if isinstance(error, ValueError) else ValueError(f"{what} fails ({reason(error)})") from error

@@ -11,6 +11,7 @@ from typing import Any
 from transformers import AutoConfig, PreTrainedConfig
 
 from pqcache.naming import suggestion
+from pqcache.outside import refusing
 
 # Name -> sizes, those of the models' own config.json. OPT has learned positions and no rotation: its sizes are put into Llama
 # layers.
@@ -27,9 +28,7 @@ def geometry(name: str) -> PreTrainedConfig:
     if folder.is_dir():
         return AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
     if "/" in name and not name.startswith((".", "/", "~")):
-        try:
+        with refusing(f"{name}: cannot be read", OSError, ValueError):
             return AutoConfig.from_pretrained(name, trust_remote_code=False)
-        except (OSError, ValueError) as error:
-            raise ValueError(f"{name}: {' '.join(str(error).split())[:200]}") from error
     hint = suggestion(name, GEOMETRIES)
     raise ValueError(f"{name}: unknown geometry; {hint}{'' if hint.endswith('?') else '; or a hub id or a folder'}")

@@ -1,11 +1,14 @@
 """ClusterKV: cosine clusters, whole clusters up to the budget, incremental windows, the cache of the last steps, bytes."""
 
+import contextlib
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
 from baselines.clusterkv.clusters import cluster, initial, nearest
+from pqcache import kernels
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.common import OneLayer
@@ -63,10 +66,13 @@ def test_zero_and_constant_keys_give_no_nan() -> None:
 
 @examples(8)
 def test_exactly_the_budget_is_selected_cluster_by_cluster(pick: Pick) -> None:
-    """Rows of different length, MHA and GQA, every distance: budgets, permutations, prefixes, whole clusters in rank order."""
+    """Rows of different length, MHA and GQA, every distance: budgets, permutations, prefixes, whole clusters in rank order.
+
+    By the CPU's kernel or in plain torch.
+    """
     seed, lengths, per, group = pick.seed, pick.some(120, 200), pick(3, 30), pick([1, 2])
     reduce, distance = pick(["none", "sum_softmax", "max_logit"]), pick(["cosine", "l2", "ip"])
-    dtype = pick([torch.float32, torch.bfloat16])
+    dtype, switch = pick([torch.float32, torch.bfloat16]), pick([contextlib.nullcontext, kernels.plain_torch])
     n = len(lengths)
     k, q = drawn(seed, n, 2, max(lengths), 8).to(dtype), drawn(seed + 1, n, 2 * group, 1, 8).to(dtype)
     new = drawn(seed + 2, n, 2, 1, 8).to(dtype)
@@ -76,7 +82,8 @@ def test_exactly_the_budget_is_selected_cluster_by_cluster(pick: Pick) -> None:
             n_sink=6, tokens_per_cluster=per, reduce=reduce, distance=distance, budget=Budget(tokens=budget)
         )
         one = OneLayer(method, k, k, 2 * group, lengths)
-        one.step(q, new, new)
+        with switch():
+            one.step(q, new, new)
         index = one.layer.index
         assert index.counts == [s // per for s in lengths] and index.sizes.shape[2] == max(index.counts)
         for row, s in enumerate(lengths):

@@ -129,6 +129,9 @@ def test_what_cannot_be_read_is_one_line(
         (file := tmp_path / f"{name}.gguf").write_bytes(content)
         said = error_of(capsys, command("method=full", f"model.path={file}"))
         assert said.startswith(f"error: model.path={file}: {file.name} ") and not list(kept.glob("*")), name
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *names, **options: str(tmp_path / "cut.gguf"))
+    said = error_of(capsys, command("method=full", "model.path=some/repository", "model.gguf=cut.gguf"))
+    assert said.startswith("error: model.path=some/repository: cut.gguf cannot be read (")  # not a missing model
     write(tmp_path / "strange.gguf", tiny, "no_such_architecture")
     assert "no_such_architecture" in error_of(capsys, command("method=full", f"model.path={tmp_path}/strange.gguf"))
     folder.mkdir()

@@ -14,6 +14,7 @@ from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pqcache.fields import Positive, Whole, added
+from pqcache.outside import each
 
 GROUPS = ("model", "method", "task", "experiment", "launch")
 COMMON = ("budget", "dense_layers", "protocol", "budget_rule", "budget_of")  # of every Method, and top-level keys
@@ -77,13 +78,7 @@ def show(value: Any) -> str:
 
 def plain(value: Any) -> Any:
     """The value in types of YAML and JSON, so that a configuration read back equals the one written."""
-    if isinstance(value, dict):
-        return {str(k): plain(v) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(v) for v in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return str(value)
+    return each(value, lambda one: one if one is None or isinstance(one, bool | int | float | str) else str(one), str)
 
 
 LONGEST_LINE = 2000  # characters
@@ -106,13 +101,7 @@ def masked(text: str) -> str:
 
 def without_secrets(value: Any) -> Any:
     """A value whose texts are `masked`, at any depth of dictionaries and lists. Tuples become lists, as in a file."""
-    if isinstance(value, str):
-        return masked(value)
-    if isinstance(value, dict):
-        return {key: without_secrets(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_secrets(item) for item in value]
-    return value
+    return each(value, lambda one: masked(one) if isinstance(one, str) else one)
 
 
 def one_line(text: object) -> str:

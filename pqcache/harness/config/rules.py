@@ -11,6 +11,7 @@ from pqcache.embedded import WEIGHTS
 from pqcache.harness import tasks
 from pqcache.harness.config.identity import Options
 from pqcache.harness.config.options import DecodeOptions, RunOptions, show
+from pqcache.outside import reason
 
 DEVICE = re.compile(r"auto|cpu|mps|cuda(:\d{1,3})?")
 PLACE = re.compile(r"cpu|disk|(cuda:)?\d{1,3}")  # of a part of a device map
@@ -45,7 +46,7 @@ def _bad_folder(text: str) -> str:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, PermissionError):
             path.stat()  # from Python 3.13 on `resolve` follows a loop in silence
     except (OSError, RuntimeError) as error:  # a link that leads to itself, a user without a home
-        return " ".join(str(error).split())[:200]
+        return reason(error)
     existing = nearest_existing(path)
     return "" if os.path.isdir(existing) else f"{existing} is a file; must name a folder"
 

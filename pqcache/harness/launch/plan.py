@@ -18,6 +18,7 @@ from pqcache.harness.launch.bound import Memory, words
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
+from pqcache.outside import reason
 
 SMOKE_LONGEST = (1024, 16)  # tokens to which a smoke run cuts prompts and answers
 
@@ -118,7 +119,7 @@ def _documents(cell: Cell, session: Session) -> Documents:
         loaded = session.text_side(cell)
         requests = session.requests(cell, loaded)
     except (OSError, ValueError) as error:
-        note = f"{task.name}: the data is not at hand ({' '.join(str(error).split())[:80]})"
+        note = f"{task.name}: the data is not at hand ({reason(error)[:80]})"
         return Documents({}, (told.prompt or room, told.answer), note)
     counts: dict[str, set[int]] = {}
     for request in requests:

@@ -25,7 +25,7 @@ from pqcache.harness.report.frame import budget_text, frame, pooled_groups
 from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, skipped_text
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.report.table import number, printable, several, signed, spread
-from pqcache.outside import finite
+from pqcache.outside import each, finite
 from pqcache.places import CONFIGS
 from pqcache.registry import METHODS, method_class
 
@@ -76,20 +76,12 @@ def write(root: Path, out: Path, name: str) -> Path:
 
 
 def as_script(value: Any) -> str:
-    """JSON that can stand inside a script element: no text in it ends the element or begins a comment."""
-    text = json.dumps(_harmless(finite(value)), ensure_ascii=False, allow_nan=False)
+    """JSON that can stand inside a script element: no text in it ends the element, hides another, or is a secret."""
+    harmless = each(finite(value), lambda one: printable(masked(one)) if isinstance(one, str) else one, str)
+    text = json.dumps(harmless, ensure_ascii=False, allow_nan=False)
     for mark in "<>&\u2028\u2029":
         text = text.replace(mark, f"\\u{ord(mark):04x}")
     return text
-
-
-def _harmless(value: Any) -> Any:
-    """A value for JSON: its texts lose characters that hide others, and secrets."""
-    if isinstance(value, Mapping):
-        return {str(key): _harmless(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_harmless(item) for item in value]
-    return printable(masked(value)) if isinstance(value, str) else value
 
 
 def _library() -> str:

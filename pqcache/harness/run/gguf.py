@@ -14,7 +14,6 @@ import contextlib
 import importlib.util
 import io
 import json
-import shutil
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from typing import Any
 from filelock import FileLock
 
 from pqcache.harness.run.model_files import Unusable
-from pqcache.outside import file_hash
+from pqcache.outside import file_hash, refusing
 
 FOLDER = Path("~/.cache/pqcache/gguf")
 FACTS = "gguf.json"  # in the folder of a converted file
@@ -54,11 +53,8 @@ def find(options: dict[str, Any]) -> Path | None:
     if name is not None:
         from huggingface_hub import hf_hub_download
 
-        try:
+        with refusing(f"model.gguf={name}: cannot be had from the hub's {typed}", of=Unusable):
             return Path(hf_hub_download(typed, name, revision=options.get("revision")))
-        except Exception as error:  # of many kinds: no such repository, no such file, no network
-            reason = " ".join(str(error).split())[:200]
-            raise Unusable(f"model.gguf={name}: cannot be had from the hub's {typed} ({reason})") from error
     package = PACKAGES.get(typed)
     if package is None or options.get("revision") or (spec := importlib.util.find_spec(package)) is None:
         return None
@@ -86,17 +82,10 @@ def converted(options: dict[str, Any]) -> Path | None:
         if (folder / FACTS).is_file():
             return folder
         print(f"{typed}: is dequantized once, into {folder}", flush=True)
-        made = Path(tempfile.mkdtemp(prefix=".", dir=folder.parent))
-        try:
-            _convert(file, made)
-            made.rename(folder)
-        except Unusable:
-            raise
-        except Exception as error:  # what a damaged file does to its readers has many kinds
-            reason = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            raise Unusable(f"{typed}: {file.name} cannot be read ({reason})") from error
-        finally:
-            shutil.rmtree(made, ignore_errors=True)
+        place = tempfile.TemporaryDirectory(prefix=".", dir=folder.parent, ignore_cleanup_errors=True)
+        with refusing(f"{typed}: {file.name} cannot be read", of=Unusable), place as made:
+            _convert(file, Path(made))
+            Path(made).rename(folder)
     return folder
 
 
@@ -109,7 +98,7 @@ def facts(folder: Path) -> dict[str, str] | None:
 
 
 def _convert(file: Path, folder: Path) -> None:
-    """Write a folder that transformers reads as any other. Raises Unusable, or whatever a damaged file leads to."""
+    """Write a folder that transformers reads as any other. Raises whatever a damaged file leads to."""
     import torch
     from gguf import GGUFReader, LlamaFileType
     from safetensors.torch import save_file
@@ -124,7 +113,7 @@ def _convert(file: Path, folder: Path) -> None:
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
         model, info = AutoModelForCausalLM.from_pretrained(**source, **ours, trust_remote_code=False)
     if missing := sorted(info["missing_keys"]):
-        raise Unusable(f"model.path={file}: lacks {len(missing)} tensors that its architecture has, {missing[0]} first")
+        raise ValueError(f"lacks {len(missing)} tensors that its architecture has, {missing[0]} first")
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})

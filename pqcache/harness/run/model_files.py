@@ -10,7 +10,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.harness.config.options import fits
-from pqcache.outside import file_hash, read_json
+from pqcache.outside import file_hash, read_json, reason
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
@@ -57,10 +57,8 @@ def reading(path: object, what: str = "cannot be loaded") -> Iterator[None]:
     except Unusable:
         raise
     except Exception as error:
-        said = isinstance(error, OSError | ValueError)
-        what = HUB if said and not Path(str(path)).expanduser().exists() else what
-        reason = f"{'' if said else f'{type(error).__name__}: '}{' '.join(str(error).split())[:200]}"
-        raise Unusable(f"model.path={path}: {what} ({reason})") from error
+        of_the_hub = isinstance(error, OSError | ValueError) and not Path(str(path)).expanduser().exists()
+        raise Unusable(f"model.path={path}: {HUB if of_the_hub else what} ({reason(error)})") from error
 
 
 def check_files(path: object, folder: Path) -> None:

@@ -15,7 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
-from pqcache.outside import little_memory, rendering, whole
+from pqcache.outside import little_memory, reason, rendering, whole
 
 if TYPE_CHECKING:
     import torch
@@ -264,7 +264,7 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
         except OSError as error:
             if allow_pickle or model_files.SAFE not in str(error):
                 raise
-            line = f"model.path={path}: has no {model_files.SAFE} ({' '.join(str(error).split())[:200]})"
+            line = f"model.path={path}: has no {model_files.SAFE} ({reason(error)})"
             raise model_files.Unusable(f"{line}; pickled weights are read with model.allow_pickle=true only") from error
         except ValueError as error:
             if (misfit := map_misfit(options, error)) is None:
@@ -402,4 +402,4 @@ def map_misfit(options: dict[str, Any], error: ValueError) -> str | None:
     """One line, if the error is that of a device map that does not fit the model."""
     if options.get("device_map") is None or "device_map" not in str(error):
         return None
-    return f"model.device_map={show(options['device_map'])}: {' '.join(str(error).split())[:300]}"
+    return f"model.device_map={show(options['device_map'])}: {reason(error)}"

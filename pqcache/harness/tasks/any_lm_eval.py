@@ -37,6 +37,7 @@ from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
 from pqcache.naming import suggestion
+from pqcache.outside import reason
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -165,10 +166,10 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
-            reason = f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:240]}"
-            help_ = "if its data or this machine is offline"
-            help_ += ", set task.include to a folder with a definition of local files"
-            raise ValueError(f"task.name={self.target}: cannot be loaded ({reason}); {help_}") from error
+            help_ = (
+                "if its data or this machine is offline, set task.include to a folder with a definition of local files"
+            )
+            raise ValueError(f"task.name={self.target}: cannot be loaded ({reason(error)}); {help_}") from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from pqcache.outside import LARGEST_YAML, read_text, rendering
+from pqcache.outside import LARGEST_YAML, read_text, reason, rendering
 
 TEMPLATE_S = 10.0  # seconds in which a template is rendered
 
@@ -37,7 +37,7 @@ def refuse_code(folder: Path) -> None:
             continue  # lm-eval cannot read it either
         except OSError as error:
             if path.exists():  # what lm-eval would wait for
-                raise ValueError(f"task.include={folder}: {' '.join(str(error).split())}") from error
+                raise ValueError(f"task.include={folder}: {reason(error)}") from error
             continue
         if root is None:
             continue

@@ -17,12 +17,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from pqcache import outside
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines
 from pqcache.naming import closest
-from pqcache.outside import file_hash, read_text
+from pqcache.outside import file_hash, open_regular, parse_json, read_text, reason, refusing
 
 FIELDS = ("prompt", "input", "messages", "context", "answer", "answers", "choices", "id")
 LISTS = ("messages", "answers", "choices")
@@ -83,10 +82,8 @@ def prompt_facts(source: str) -> Facts:
 
 
 def text_of(path: Path) -> str:
-    try:
+    with refusing(f"task.source: {path} cannot be read", OSError, ValueError):
         return read_text(path, encoding="utf-8-sig")
-    except (OSError, ValueError) as error:
-        raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
 
 
 def read_prompts(source: str, *, fields: Mapping[str, str] | None = None, turns: bool = False) -> list[Row]:
@@ -115,19 +112,17 @@ def _csv_lines(path: Path, fields: Mapping[str, str]) -> dict[int, dict[str, Any
     found: dict[int, dict[str, Any]] = {}
     size = csv.field_size_limit(LONGEST_LINE)
     try:
-        with io.TextIOWrapper(outside.open_regular(path), newline="", encoding="utf-8-sig") as file:
+        with io.TextIOWrapper(open_regular(path), newline="", encoding="utf-8-sig") as file:
             for cells in (reader := csv.DictReader(file, strict=True)):
                 where = f"{path}, line {reader.line_num}"
                 if None in cells:
                     raise ValueError(f"task.source: {where} has more cells than the first line")
                 found[reader.line_num] = row = {name: cell for name, cell in cells.items() if cell}
                 for name in lists & row.keys():
-                    try:
-                        row[name] = outside.parse_json(row[name])
-                    except ValueError as error:
-                        raise ValueError(f"task.source: {where}, {name}: is no JSON list") from error
+                    with refusing(f"task.source: {where}, {name}: is no JSON list", ValueError):
+                        row[name] = parse_json(row[name])
     except (OSError, csv.Error, UnicodeDecodeError) as error:
-        raise ValueError(f"task.source: {path} is no CSV file ({' '.join(str(error).split())})") from error
+        raise ValueError(f"task.source: {path} is no CSV file ({reason(error)})") from error
     finally:
         csv.field_size_limit(size)
     if not found:

@@ -28,7 +28,7 @@ from typing import Any, TextIO
 
 from pqcache.harness.tasks import hub
 from pqcache.harness.tasks.base import GENERATED, Task, require
-from pqcache.outside import LONGEST_FILE, LONGEST_LINE, file_hash, open_regular, parse_json
+from pqcache.outside import LONGEST_FILE, LONGEST_LINE, file_hash, open_regular, parse_json, reason, refusing
 
 HUB, CONSTRUCTED = "hub", "constructed"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
@@ -66,11 +66,6 @@ def blank(value: Any) -> bool:
     """Whether a reference answer is none: no text, or a list without one. Numbers are texts."""
     values = value if isinstance(value, list | tuple) else [value]
     return not any(one is not None and str(one).strip() for one in values)
-
-
-def _line(error: object) -> str:
-    """The first 200 characters of an error, in one line."""
-    return " ".join(str(error).split())[:200]
 
 
 # -- whole data sets ---------------------------------------------------------------------------------------------------
@@ -117,11 +112,9 @@ def _read_hub(data: DataSet) -> tuple[Rows, Facts]:
 
     import datasets
 
-    try:
+    # gated, renamed, offline, no network, no space: the kinds of errors differ by version
+    with refusing(refused, more=f"; {help_}"):
         table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
-    except Exception as error:  # gated, renamed, offline, no network, no space: the kinds differ by version
-        reason = (str(error).strip().splitlines() or [""])[0][:200]
-        raise ValueError(f"{refused} ({type(error).__name__}: {reason}); {help_}") from error
     rows = [dict(row) for row in table]
     if rows and (missing := [field for field in data.fields if field not in rows[0]]):
         raise ValueError(f"task.source=hub: {name} lacks {', '.join(missing)}")
@@ -227,9 +220,9 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
     except tuple(reasons) as error:
         raise ValueError(next(text for kind, text in reasons.items() if isinstance(error, kind))) from error
     except errors.HFValidationError as error:
-        raise ValueError(f"task.revision={revision}: {' '.join(str(error).split())}") from error
+        raise ValueError(f"task.revision={revision}: {reason(error)}") from error
     except (OSError, ValueError, RuntimeError) as error:  # offline, no network, no space: the kinds differ by version
-        why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else _line(error)
+        why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else reason(error)
         way = "unset HF_HUB_OFFLINE to download it" if offline else "check the network"
         raise ValueError(f"task.source=hub: {filename} of {name} cannot be had ({why}); {way}, {local}") from error
 
@@ -262,23 +255,17 @@ def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = Non
     if path.suffix == ".parquet":
         import pandas as pd
 
-        try:
-            with open_regular(path) as file:
-                rows = pd.read_parquet(file).head(limit if limit is not None else None).to_dict("records")
-        except Exception as error:  # Arrow's kinds of errors
-            raise ValueError(f"task.source: {path} is no Parquet file ({_line(error)})") from error
+        with refusing(f"task.source: {path} is no Parquet file"), open_regular(path) as file:
+            rows = pd.read_parquet(file).head(limit if limit is not None else None).to_dict("records")
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
     return list(read_lines(path, fields=fields, limit=limit).values())
 
 
 def read_lines(path: Path, **how: Any) -> dict[int, dict[str, Any]]:
     """Line number -> row of a .jsonl or .jsonl.gz file. how: of `parse_lines`."""
-    try:
-        with open_regular(path) as file:
-            text = io.TextIOWrapper(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, encoding="utf-8-sig")
-            return parse_lines(text, str(path), **how)
-    except OSError as error:
-        raise ValueError(f"task.source: {path} cannot be read ({' '.join(str(error).split())})") from error
+    with refusing(f"task.source: {path} cannot be read", OSError), open_regular(path) as file:
+        text = io.TextIOWrapper(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, encoding="utf-8-sig")
+        return parse_lines(text, str(path), **how)
 
 
 def parse_lines(
@@ -297,7 +284,7 @@ def parse_lines(
         what = f"{error.msg}, column {error.colno}"
         raise ValueError(f"task.source: {name} is no JSON lines file (line {number}: {what})") from error
     except DAMAGED as error:  # RecursionError is a RuntimeError
-        raise ValueError(f"task.source: {name} is no JSON lines file (after line {number}: {_line(error)})") from error
+        raise ValueError(f"task.source: {name} is no JSON lines file (after line {number}: {reason(error)})") from error
     if not rows:
         raise ValueError(f"task.source: {name} holds no row")
     return rows

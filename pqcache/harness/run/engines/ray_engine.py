@@ -13,6 +13,7 @@ from pqcache import places
 from pqcache.harness.config.options import RayLaunch, Refused
 from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
+from pqcache.outside import reason
 
 POLL = 1.0  # seconds between two looks at what workers have written
 
@@ -58,8 +59,7 @@ class RayEngine:
         try:
             ray.init(launch.address, **options)
         except (ConnectionError, RuntimeError, OSError, ValueError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise Refused([f"launch.address={launch.address}: no Ray cluster answers ({reason})"]) from None
+            raise Refused([f"launch.address={launch.address}: no Ray cluster answers ({reason(error)})"]) from None
         self._gpus = launch.gpus_per_worker
         if self._gpus is None:
             self._gpus = 1.0 if any(node.get("GPU", 0) >= 1 for node in self._nodes().values()) else 0.0

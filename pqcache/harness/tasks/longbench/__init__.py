@@ -34,7 +34,7 @@ from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, Ta
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
 from pqcache.naming import suggestion
-from pqcache.outside import file_hash
+from pqcache.outside import file_hash, refusing
 
 REPO, ARCHIVE = "zai-org/LongBench", "data.zip"
 
@@ -208,16 +208,13 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
     """Rows of the hub's archive. files: data set -> name in the archive."""
     path = sources.hub_file(REPO, ARCHIVE, revision)
     rows: RowsByDataset = {}
-    try:
-        with zipfile.ZipFile(path) as archive:
-            for dataset, name in files.items():
-                with archive.open(f"data/{name}") as file:
-                    lines = io.TextIOWrapper(file, encoding="utf-8")
-                    read = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit)
-                    rows[dataset] = list(read.values())
-    except (KeyError, *sources.DAMAGED) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ValueError(f"task.source=hub: {path} is not LongBench's archive ({reason})") from error
+    wrong = f"task.source=hub: {path} is not LongBench's archive"
+    with refusing(wrong, KeyError, *sources.DAMAGED), zipfile.ZipFile(path) as archive:
+        for dataset, name in files.items():
+            with archive.open(f"data/{name}") as file:
+                lines = io.TextIOWrapper(file, encoding="utf-8")
+                read = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit)
+                rows[dataset] = list(read.values())
     return rows, sources.hub_facts(REPO, ARCHIVE, path)
 
 
