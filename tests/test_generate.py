@@ -20,6 +20,7 @@ def smol() -> PreTrainedModel:
 
 
 @pytest.mark.parametrize("name", thin(SETTINGS, 4))
+@pytest.mark.rest
 def test_streamers_and_stop_strings(smol: PreTrainedModel, name: str) -> None:
     tokenizer, how = load_tokenizer(), {"max_new_tokens": 10, **GREEDY}
     ids = tokenizer("The red door is here. " * 20, return_tensors="pt")["input_ids"]
@@ -34,6 +35,7 @@ def test_streamers_and_stop_strings(smol: PreTrainedModel, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", thin(["pqcache", "snapkv"], 2))
+@pytest.mark.rest
 def test_a_padded_batch_of_chats_goes_on_after_its_assistant_turns(smol: PreTrainedModel, name: str) -> None:
     """Each row's second answer on the batch's cache is that of the row alone on its own."""
     tokenizer, how = load_tokenizer(), {"max_new_tokens": 6, **GREEDY}

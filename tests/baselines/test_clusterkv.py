@@ -117,6 +117,7 @@ def _check_clusters(index, weights: torch.Tensor, row: int, head: int, kv: int, 
 
 @torch.no_grad()
 @pytest.mark.parametrize("store", ["resident", "host"])
+@pytest.mark.rest
 def test_windows_are_clustered_among_themselves(llama: PreTrainedModel, store: str) -> None:
     """Rows of different length, one shorter than the sinks; windows of 12 tokens, a second turn, rows exchanged."""
     method = ClusterKV(

@@ -100,6 +100,7 @@ def test_attention_over_chosen_codes_equals_a_naive_computation(
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.rest
 def test_probes_of_generated_tokens_see_the_selection(llama: PreTrainedModel) -> None:
     cache = run(llama, Coded(**QUARTER, policy_options=PQ, codec_options={"gap": 20}), 150, 18)
     store = cache.layers[0].packed
@@ -109,6 +110,7 @@ def test_probes_of_generated_tokens_see_the_selection(llama: PreTrainedModel) ->
     assert bool(store.sums.any()) == bool(seen)
 
 
+@pytest.mark.rest
 def test_exact_codec_equals_the_policy_alone(llama: PreTrainedModel) -> None:
     prompt, steps = [tokens(120, 1)], [[t] for t in tokens(20, 2)]
     for policy, options, cls in (("pqcache", PQ, PQCache), ("snapkv", {"n_sink": 4, "w": 8}, SnapKV)):

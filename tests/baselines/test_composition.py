@@ -69,6 +69,7 @@ def test_a_method_that_was_added_serves(llama: PreTrainedModel, mine: Method, kn
     ],
     ids=lambda m: "-".join(str(v) for v in (m.name, *m.hyper_parameters().values()) if isinstance(v, str)),
 )
+@pytest.mark.rest
 def test_pairs_serve_rows_of_a_batch_apart(llama: PreTrainedModel, method: Method) -> None:
     """Two rows of different length give what each gives alone."""
     rows, steps = [tokens(150, 1), tokens(90, 3)], [[5, 7], [6, 8], [7, 9], [8, 1]]

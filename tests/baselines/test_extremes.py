@@ -59,6 +59,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
 
 
 @pytest.mark.parametrize("name", thin(METHODS, 4))
+@pytest.mark.rest
 def test_quantizers(name: str) -> None:
     for seed, (queries, keys, dtype, lengths) in enumerate(CASES):
         parts = rows((queries, keys), lengths, dtype, seed)

@@ -101,6 +101,7 @@ def transparent(architecture: str) -> PreTrainedModel:
 
 @torch.no_grad()
 @pytest.mark.parametrize("architecture", sorted({*ROTATED} - {"gemma3"}))  # its layers differ in their angles
+@pytest.mark.rest
 def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
     """Every architecture: fused projections, query norms, partial and interleaved rotary, left-padded rows."""
     model = transparent(architecture)

@@ -39,6 +39,7 @@ def repeated() -> PreTrainedModel:
 @pytest.mark.parametrize(
     "name", [name if name in ("h2o", "kvcrush") else pytest.param(name, marks=pytest.mark.rest) for name in METHODS]
 )
+@pytest.mark.rest
 def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, name: str) -> None:
     """The same tokens in every query head, the same outputs and bytes; in chunks, in batches, and after a new turn."""
     cls, hyper = method_class(name.partition("-")[0]), METHODS[name]

@@ -29,6 +29,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 @examples(8)
+@pytest.mark.rest
 def test_all_tokens_and_chosen_ones(pick):
     """Two lists of two buffers: the first in order or chosen, with padding, the second a ring that begins anywhere."""
     n, h_kv, g, d, length = pick(1, 2), pick(1, 2), pick([1, 3, 4]), pick([8, 24, 64]), pick(2, 400)

@@ -165,6 +165,7 @@ def answer(model: PreTrainedModel, method: Method, **options) -> tuple:
 
 
 @pytest.mark.parametrize("name", thin(METHODS, 4))
+@pytest.mark.rest
 def test_generate_records_its_steps(llama: PreTrainedModel, replays: list[int], name: str) -> None:
     """The first decode step makes what later ones reuse, the second runs before it is recorded, nine are replayed."""
     expected = answer(llama, METHODS[name](), kernels="torch")

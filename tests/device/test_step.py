@@ -91,6 +91,7 @@ def driven(model: PreTrainedModel, method: Method, kernels: str) -> tuple[list[t
 
 
 @pytest.mark.parametrize("name", thin(SERVED, 8))
+@pytest.mark.rest
 def test_rows_of_unequal_length(llama: PreTrainedModel, name: str) -> None:
     """Whatever the step stores is what the layer would have stored, codes and all."""
     (expected, held, plain), (outs, kept, cache) = (driven(llama, SERVED[name](), k) for k in ("torch", "auto"))
@@ -130,6 +131,7 @@ def test_the_choice_is_the_index_s_own(llama: PreTrainedModel, dtype: torch.dtyp
         llama.float()
 
 
+@pytest.mark.rest
 def test_room_is_made_before_a_recording(llama: PreTrainedModel) -> None:
     _, _, cache = driven(llama, pqcache(), "auto")
     layer = cache.layers[0]
@@ -167,6 +169,7 @@ def test_other_layers_do_their_own_steps(llama: PreTrainedModel, make) -> None:
             CapturedSteps(llama, cache, ids[:, :1], 9)
 
 
+@pytest.mark.rest
 def test_who_looks_on_and_gradients_get_torchs_steps(llama: PreTrainedModel) -> None:
     _, _, cache = driven(llama, Full(), "auto")
     feed = {"past_key_values": cache, "input_ids": torch.ones(2, 1, dtype=torch.long)}

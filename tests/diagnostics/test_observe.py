@@ -38,6 +38,7 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor], *skip: str) -> 
 
 
 @pytest.mark.parametrize("name", thin(NAMES, 8))
+@pytest.mark.rest
 def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedModel, name: str) -> None:
     """And measuring changes nothing."""
     plain = generate(llama, method(name), PROMPT, max_new_tokens=9)
@@ -59,6 +60,7 @@ def test_attended_tokens_are_the_ledgers_and_the_bound_holds(llama: PreTrainedMo
     assert (summary["output_error"] < 1e-5) == (name == "full")
 
 
+@pytest.mark.rest
 def test_a_perfect_index_has_recall_one(llama: PreTrainedModel) -> None:
     arrays = measured(llama, method("oracle"))
     assert torch.equal(arrays["recall_kv"], torch.ones_like(arrays["recall_kv"]))

@@ -29,6 +29,7 @@ def scene_of(tok: PreTrainedTokenizerBase, family: str, seed: int, units: int = 
     return FAMILIES[family].make(rng, Lexicon(rng, words.names_eval, words.values_eval), units)
 
 
+@pytest.mark.rest
 def test_words_do_not_depend_on_what_a_call_left_behind(tok: PreTrainedTokenizerBase) -> None:
     before = pseudo_words(tok)
     try:

@@ -8,6 +8,7 @@ from tests.embedded.conftest import held_out
 
 
 @pytest.mark.parametrize("length", [96, 300, 4096])
+@pytest.mark.rest
 def test_length(tok: PreTrainedTokenizerBase, length: int) -> None:
     for sample in make_samples(6, length, 2, tok):
         tokens = chat_length(tok, sample["prompt"])

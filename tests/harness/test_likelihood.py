@@ -66,6 +66,7 @@ def test_full_equals_a_plain_forward_pass(loaded: LoadedModel, base: LoadedModel
         assert not greedy  # a random model
 
 
+@pytest.mark.rest
 def test_the_method_is_what_is_measured(base: LoadedModel, tmp_path: Path) -> None:
     """Also in a continuation of one token: the context's last token is a decode step."""
     values: dict[tuple[str, float], list[float]] = {}
@@ -93,6 +94,7 @@ def test_what_cannot_be_scored(base: LoadedModel, log: SampleLog) -> None:
 
 
 @pytest.mark.parametrize("size", thin([64, 63, 100], 3))
+@pytest.mark.rest
 def test_rolling_scores_every_token_once(base: LoadedModel, size: int, log: SampleLog) -> None:
     model = LoadedModel("base", base.model, base.tokenizer, False, None, size)
     ids = model.encode(STORY)

@@ -44,6 +44,7 @@ def test_rerun_skips_finished_samples_and_larger_limit_extends(
     assert status(tmp_path / "out")["oracle"]["n_samples"] == 5
 
 
+@pytest.mark.rest
 def test_only_cells_that_lack_an_answer_calibrate(command: Command, monkeypatch: Patch) -> None:
     made: list[DoubleSparsity] = []
     watch(monkeypatch, DoubleSparsity, "prepare", lambda self, model, text, _: text is not None and made.append(self))
@@ -53,6 +54,7 @@ def test_only_cells_that_lack_an_answer_calibrate(command: Command, monkeypatch:
     assert sum(one.budget.ratio == 0.2 for one in made) == 1
 
 
+@pytest.mark.rest
 def test_a_resumed_row_states_what_was_measured(
     command: Command, tmp_path: Path, monkeypatch: Any, generated: list[int]
 ) -> None:

@@ -103,6 +103,7 @@ def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_
     assert 240 <= row["prompt_tokens"] <= 256
 
 
+@pytest.mark.rest
 def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("-m", "method=full", "dense_layers=0,1", "protocol=aligned,paper", "limit=1") == 0
     (folder,) = (tmp_path / "out").glob("tiny*")

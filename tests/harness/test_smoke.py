@@ -16,6 +16,7 @@ from tests.thin import thin
 
 
 @pytest.mark.parametrize("name", thin(smoke.ARCHITECTURES, 3))
+@pytest.mark.rest
 def test_small_models_are_served(name: str) -> None:
     config = smoke.model_config(name, {})
     check_architecture(config)
@@ -39,6 +40,7 @@ def test_grids_keep_two_values_and_methods_all() -> None:
     assert [cell.identity["task"]["length"] for cell in long.cells] == [512, 1000]
 
 
+@pytest.mark.rest
 def test_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
     line = f"method=full model=llama-2-7b smoke=true task.length=300 wandb=disabled cache_dir={tmp_path}/c out={tmp_path}/o"
     assert run.main(line.split()) == 0

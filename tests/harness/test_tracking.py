@@ -144,6 +144,7 @@ def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch
         cell(tmp_path)
 
 
+@pytest.mark.rest
 def test_every_command_of_the_documented_sweep_composes(repo: Path, tmp_path: Path) -> None:
     sweep = yaml.safe_load((repo / "docs" / "wandb_sweep.yaml").read_text())
     assert sweep["program"] == "run.py" and sweep["method"] == "grid"

@@ -48,6 +48,7 @@ def test_where_it_is(spread: PreTrainedModel) -> None:
 
 
 @every_kind
+@pytest.mark.rest
 def test_every_method_answers_alike(
     llama: PreTrainedModel, spread: PreTrainedModel, kind: Case, ids: torch.Tensor
 ) -> None:

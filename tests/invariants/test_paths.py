@@ -84,6 +84,7 @@ def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
     torch.testing.assert_close(*results)
 
 
+@pytest.mark.rest
 def test_dense_layers_stay_dense(model: PreTrainedModel, case: Case) -> None:
     prompt, steps = [tokens(90, 1)], [[t] for t in STEPS[:8]]
     case.close(logits(model, case.make(dense_layers=3), prompt, steps), logits(model, None, prompt, steps))

@@ -28,6 +28,7 @@ def recording(ids: torch.Tensor) -> Callable[[PreTrainedModel], Prefill]:
     return functools.cache(lambda model: record(model, ids))
 
 
+@pytest.mark.rest
 def test_as_with_its_own_prefill(
     model: PreTrainedModel, case: Case, ids: torch.Tensor, recording: Callable[[PreTrainedModel], Prefill]
 ) -> None:

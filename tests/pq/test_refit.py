@@ -41,6 +41,7 @@ def parts(cache: SelectiveCache) -> tuple[RetrievalLayer, PQIndex]:
 
 
 @pytest.mark.parametrize("store", ["resident", "host", "block_cache"])
+@pytest.mark.rest
 def test_a_refit_is_a_fit_of_all_keys(llama: PreTrainedModel, store: str) -> None:
     """Two tokens after the second refit: centroids of the keys there were then, later keys by their nearest centroid."""
     cache = after(llama, pqcache(store=store, cache_block=4, cache_tokens=16), 2 * EVERY + 2)
@@ -64,6 +65,7 @@ def test_the_first_centroids_stay_without_it(llama: PreTrainedModel) -> None:
 
 
 @pytest.mark.parametrize("hyper", [{"store": "host"}, {"store": "block_cache"}, {"codes_store": "host"}])
+@pytest.mark.rest
 def test_outputs_do_not_depend_on_the_store(llama: PreTrainedModel, hyper: dict[str, Any]) -> None:
     """Padded rows that are refitted at different steps; a reorder; a new turn."""
     block = {"cache_block": 4, "cache_tokens": 16} if hyper.get("store") == "block_cache" else {}

@@ -44,6 +44,7 @@ def test_it_measures_decode_and_prefill(tmp_path: Path, capsys: pytest.CaptureFi
     assert all(row["own_ms"] > 0 and row["step_ms"] > 0 for row in rows.values())
 
 
+@pytest.mark.rest
 def test_a_host_store_is_a_row_of_its_own(tmp_path: Path) -> None:
     argv = ["--lengths", "150", "400", "--prefill-length", "0", "--methods", "infinigen", "--stores", "host"]
     figures = run(tmp_path / "figures.json", *argv)

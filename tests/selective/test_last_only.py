@@ -49,6 +49,7 @@ def state(cache: SelectiveCache) -> list[torch.Tensor]:
     return [x for layer in cache.served for x in layer.store.view()]
 
 
+@pytest.mark.rest
 def test_logits_are_the_same_and_keys_bit_by_bit(model: PreTrainedModel) -> None:
     with attach(model), rows_of(model) as seen:
         whole, last = SelectiveCache(model, Full()), SelectiveCache(model, Full())

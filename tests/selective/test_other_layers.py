@@ -106,6 +106,7 @@ def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[in
 
 
 @pytest.mark.parametrize("how", thin([{"num_beams": 3}, {"prefill_chunk_size": 20}], 2), ids=["beams", "chunks"])
+@pytest.mark.rest
 def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
     """States and windows follow their rows."""
     ids, mask = prompt(0 if "prefill_chunk_size" in how else 13)

@@ -42,6 +42,7 @@ def test_a_set_that_has_exactly_this_probability_is_enough() -> None:
 
 
 @pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.5, 1.0), (1.0, 0.8), (2.0, 0.6)])
+@pytest.mark.rest
 def test_tokens_are_drawn_as_often_as_likely(temperature: float, top_p: float) -> None:
     weights = (LOGITS.double() / temperature).softmax(-1).tolist()
     inside = nucleus(weights, top_p)
@@ -83,6 +84,7 @@ ROWS = (
 
 
 @pytest.mark.parametrize("name", ["full", "snapkv", "pqcache"])
+@pytest.mark.rest
 def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: PreTrainedModel, name: str) -> None:
     def method() -> object:
         return method_class(name)(budget=Budget(ratio=0.6))

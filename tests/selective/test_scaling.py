@@ -130,6 +130,7 @@ def test_a_ranking_over_all_tokens_knows_the_sinks_of_its_heads() -> None:
 
 
 @pytest.mark.parametrize("name", thin(["oracle", "pqcache", "pqcache-1", "sparq-1", "h2o", "coded-1", "infllm"], 3))
+@pytest.mark.rest
 def test_kernels_and_plain_torch_agree_on_a_model_with_sinks(name: str) -> None:
     model, case = build("gpt-oss"), next(case for case in CASES if case.id == name)
     prompt, steps = [tokens(90, 1)], [[t] for t in tokens(6, 9)]

@@ -149,6 +149,7 @@ def test_copies_and_fetches_come_after_what_the_caller_has_queued(main: Stream) 
 
 
 @pytest.mark.parametrize("name", ["pqcache lru", "pqcache far", "infinigen lru"])
+@pytest.mark.rest
 def test_the_same_bits_and_bytes(llama: PreTrainedModel, main: Stream, name: str) -> None:
     """With every copy done as late as may be."""
     main.eager, lanes = True, CudaLanes(CPU)

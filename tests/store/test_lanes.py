@@ -79,6 +79,7 @@ def run(model: PreTrainedModel, method: Method, lanes: Lanes, seed: int) -> tupl
 
 
 @pytest.mark.parametrize("name", thin(METHODS, 8))
+@pytest.mark.rest
 def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str) -> None:
     expected, plain = run(llama, METHODS[name](), Lanes(), 1)
     for seed in range(2):
@@ -95,6 +96,7 @@ def test_slow_lanes_change_no_bit_and_no_byte(llama: PreTrainedModel, name: str)
 
 @torch.no_grad()
 @pytest.mark.parametrize("store", ["host", "block_cache"])
+@pytest.mark.rest
 def test_a_prompt_does_not_wait_for_copies_and_clustering(llama: PreTrainedModel, store: str) -> None:
     """Nothing may begin before the prompt's logits are there; the first step then waits for what it needs."""
     gate = threading.Event()

@@ -37,6 +37,7 @@ def sample(number: int, **others: object) -> str:
     return json.dumps(made_rows.sample(number, **{**known, "device": device_caption("cpu"), **others})) + "\n"
 
 
+@pytest.mark.rest
 def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> None:
     sweep = planned(tmp_path, "-m", "method=full,oracle", "budget=0.5", *SMALL)
     found = plan.make(sweep, Session())
@@ -76,6 +77,7 @@ def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypat
         plan.make(planned(tmp_path, *few), Session())
 
 
+@pytest.mark.rest
 def test_a_limit_says_what_it_makes_of_sub_tasks(tmp_path: Path) -> None:
     words = ("method=full", "task=pocket", "task.length=512", "limit=1", "wandb=disabled")
     found = plan.make(planned(tmp_path, *words), Session())

@@ -3,6 +3,8 @@
 import io
 from pathlib import Path
 
+import pytest
+
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
 from pqcache.harness.run.session import Session
@@ -34,6 +36,7 @@ def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys
     total.end()
 
 
+@pytest.mark.rest
 def test_a_plan_that_fails_stops_nothing(command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
     def broken(*_: object, **__: object) -> None:
         raise KeyError("x\ny")

@@ -70,6 +70,7 @@ def settings_of(dataset: str, tokenizer: Any, **options: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dataset", DATASETS)
+@pytest.mark.rest
 def test_definitions_say_what_the_official_code_does(dataset: str, tokenizer: Any) -> None:
     settings = settings_of(dataset, tokenizer)
     assert settings["until"] == [] and settings["do_sample"] is False

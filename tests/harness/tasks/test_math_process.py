@@ -95,6 +95,7 @@ def test_one_process_sees_the_folder_first(functions: Functions) -> None:
         ("ends", 20.0, "its process ended", True),
     ],
 )
+@pytest.mark.rest
 def test_a_call_without_a_value(name: str, seconds: float, said: str, lost: bool, functions: Functions) -> None:
     """A process that was lost is replaced, and the next call is not answered with what the lost one owed."""
     functions.start()

@@ -20,6 +20,7 @@ def test_qa_f1() -> None:
     assert metrics.qa_f1("", "cat") == metrics.qa_f1("dog", "cat") == 0.0
 
 
+@pytest.mark.rest
 def test_chinese_metrics_are_lm_evals(monkeypatch: Patch) -> None:
     fuzzywuzzy = types.ModuleType("fuzzywuzzy")  # of its code metric, which is not compared
     fuzzywuzzy.fuzz = None  # type: ignore[attr-defined]

@@ -15,6 +15,7 @@ from pqcache.harness.tasks.ruler.files import from_generator
 from tests.harness.tasks.building import build, count_tokens, write_rows
 
 
+@pytest.mark.rest
 def test_ruler_rows_have_their_answers_and_fit(tokenizer: Any) -> None:
     def count(text: str) -> int:
         return count_tokens(tokenizer, text)

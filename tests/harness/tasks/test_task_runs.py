@@ -76,5 +76,6 @@ def test_figures_are_drawn_beside_the_row(call: Any, tmp_path: Path, capsys: Cap
         assert [sample["meta"]["depth"] for sample in samples] == [0, 50]
 
 
+@pytest.mark.rest
 def test_programs_are_run_when_allowed(call: Any) -> None:
     assert call("task=humaneval", "task.execute=true", "method=full", "limit=1")["full"]["score"] in (0.0, 100.0)

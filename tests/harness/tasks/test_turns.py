@@ -37,6 +37,7 @@ def test_a_sweep_has_the_score_of_each_turn(command: Command, tmp_path: Path, ca
 
 
 @pytest.mark.parametrize("name", ["full", "pqcache", "snapkv"])
+@pytest.mark.rest
 def test_later_turns_are_those_of_a_session(loaded: LoadedModel, name: str) -> None:
     """The same tokens as `pqcache.use` gives for a chat on one cache, which for Full is a prompt of all turns."""
     model, ends = loaded.model, sorted(loaded.stop_ids())
