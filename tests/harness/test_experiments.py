@@ -4,12 +4,14 @@ import copy
 import shlex
 from collections import Counter
 from functools import cache
+from itertools import cycle
 from pathlib import Path
 
 import pytest
 
+from pqcache.harness.config import compose
 from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import Request, compose_all
+from pqcache.harness.config.compose import EXPERIMENT, Request, compose_all
 from pqcache.harness.config.experiments import experiments
 from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import printed_rows, table_entries
@@ -96,3 +98,12 @@ def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
         (alone,) = planned(words[2:]).cells
         assert alone.name == cell.name
         assert published.cell_score(alone) == published.cell_score(cell)
+
+
+@pytest.mark.rest
+def test_an_experiment_under_another_method_is_what_hydra_composes() -> None:
+    """A sweep over methods reads their files beside Hydra; those of an experiment that sets options of its own, too."""
+    folder, methods = CONFIGS.resolve(), cycle(sorted(path.stem for path in (CONFIGS / "method").glob("*.yaml")))
+    for name, method in zip(experiments(CONFIGS), methods, strict=False):
+        groups = (f"{EXPERIMENT}={name}", f"method={method}")
+        assert compose._with_method(folder, 0, groups) == compose._chosen(folder, 0, groups), name

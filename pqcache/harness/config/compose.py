@@ -10,6 +10,7 @@ from functools import cache, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -39,7 +40,7 @@ from pqcache.harness.config.overrides import (
 )
 from pqcache.harness.tasks import PARTS, TASKS, task_class
 from pqcache.naming import suggestion
-from pqcache.outside import read_yaml
+from pqcache.outside import read_text, read_yaml
 from pqcache.registry import METHODS
 
 ALONE = ("model", "method", "task", "launch")  # groups whose files set the keys of one node
@@ -229,7 +230,7 @@ def _compose_once(config_dir: Path, changed: int, overrides: list[str]) -> tuple
     groups = tuple(text for text in overrides if not text.startswith(VALUE))
     values = [text for text in overrides if text.startswith(VALUE)]
     try:
-        hydra, chosen = _chosen(config_dir, changed, groups)
+        hydra, chosen = _with_method(config_dir, changed, groups)
         config = OmegaConf.create(chosen)
         for text in values:
             key, value = _value(text)
@@ -249,6 +250,30 @@ def _value(text: str) -> tuple[str, Any]:
     except HydraException as error:
         raise Refused([f"{shortened(text.removeprefix(VALUE))}: {shortened(error)}"]) from error
     return override.key_or_group, override.value()
+
+
+def _with_method(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """As `_chosen`, which a sweep over methods asks once: their files set one node, over which an experiment sets its own."""
+    name = next((text.partition("=")[2] for text in reversed(groups) if text.startswith("method=")), "")
+    file = _alone(config_dir / "method" / f"{name}.yaml", changed)
+    others = tuple(text for text in groups if not text.startswith("method="))
+    hydra, chosen = _chosen(config_dir, changed, groups if file is None else others)
+    experiment = experiments(config_dir).get(hydra["choices"].get(EXPERIMENT))
+    own = (experiment.values.get("method") if experiment is not None else None) or {}
+    if file is None or not isinstance(own, dict):
+        return _chosen(config_dir, changed, groups)
+    return {**hydra, "choices": {**hydra["choices"], "method": name}}, {**chosen, "method": {**file, **own}}
+
+
+@lru_cache(maxsize=256)
+def _alone(path: Path, changed: int) -> dict[str, Any] | None:
+    """What a file sets; None where Hydra has to place it, or to say what is wrong with it."""
+    try:
+        text = read_text(path)
+        node: Any = OmegaConf.to_container(OmegaConf.create(text), resolve=False)
+    except (OSError, ValueError, yaml.YAMLError, OmegaConfBaseException):
+        return None
+    return node if isinstance(node, dict) and "defaults" not in node and "@package" not in text else None
 
 
 @lru_cache(maxsize=1024)
