@@ -131,7 +131,7 @@ def compared(pair: Pair, margin: float | None, test: Experiment, rows: Sequence[
         verdict = f"{OPEN}: {failed} answers are no numbers"
     elif margin is not None and metric == "score" and right < LEAST:
         verdict = f"{OPEN}: the model fails the task"
-    digits = 1 if metric in ("score", "recall") else 3
+    digits = {"score": 1, "recall": 1, "kl": 4}.get(metric, 3)
     gap = f"{signed(left - right, digits)} {spread(left - right, interval, lambda end: signed(end, digits))}"
     count = f"{len(flat)} {COUNTED.get(metric, 'prompts')}"
     return [*line, number(left, digits), number(right, digits), gap, count, verdict]
