@@ -45,7 +45,7 @@ def reason(error: Exception) -> str:
 
 @contextmanager
 def refusing(what: str, *kinds: type[Exception], more: str = "", of: type[ValueError] = ValueError) -> Iterator[None]:
-    """Inside it an error of these kinds, without any of every kind, is a one-line ValueError: `what` (its reason) `more`."""
+    """Inside it an error of these kinds, or of any where none is named, becomes a one-line ValueError: what (why) more."""
     caught = kinds or (Exception,)
     try:
         yield
@@ -201,5 +201,7 @@ def rendering(seconds: float, what: str) -> Iterator[None]:
             timer.cancel()
     except _Late:
         raise ValueError(f"{what} takes more than {seconds:g} s") from None
+    except ValueError:
+        raise
     except Exception as error:  # of Jinja, or of what its expressions do
-        raise error if isinstance(error, ValueError) else ValueError(f"{what} fails ({reason(error)})") from error
+        raise ValueError(f"{what} fails ({reason(error)})") from error

@@ -253,7 +253,7 @@ def _value(text: str) -> tuple[str, Any]:
 
 
 def _with_method(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """As `_chosen`, which a sweep over methods asks once: their files set one node, over which an experiment sets its own."""
+    """As `_chosen`, but Hydra composes once for all methods: only the node `method` differs, from a file and the experiment."""
     name = next((text.partition("=")[2] for text in reversed(groups) if text.startswith("method=")), "")
     file = _alone(config_dir / "method" / f"{name}.yaml", changed)
     others = tuple(text for text in groups if not text.startswith("method="))

@@ -166,9 +166,7 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         except Exception as error:  # data sets, their hub and optional packages fail in many ways
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
-            help_ = (
-                "if its data or this machine is offline, set task.include to a folder with a definition of local files"
-            )
+            help_ = "if it is offline, set task.include to a folder with a definition of local files"
             raise ValueError(f"task.name={self.target}: cannot be loaded ({reason(error)}); {help_}") from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
