@@ -7,7 +7,7 @@
 
 exact   At position i: a fresh, exact prefill of the first i tokens, one decode step with token i under the budget, and the
         log-probability of token i + 1. It measures one sparse step and no drift. ClusterKV does so at every position; here
-        every `task.stride`-th is measured, because each costs a whole prefill.
+        every `task.stride`-th is measured, because each costs a whole prefill. `task.steps=64` goes on for 64 tokens from there.
 stream  The first `task.prefill` tokens are the prompt; all others are fed one by one through the cache, and predicted by it.
 
 Both are equal if all tokens are kept. The row's metrics have the `perplexity`; perplexity.json and perplexity.png have its
@@ -49,6 +49,8 @@ class PG19Options:
     stride: Positive = 250
     # exact: the first position
     start: Whole = 0
+    # exact: decode steps after each prefill, every one predicts a token
+    steps: Positive = 1
     # stream: tokens of the prompt
     prefill: Positive = 1024
     # number of the book, from 0
@@ -88,7 +90,8 @@ class PG19(Task[PG19Options]):
         options, tokens = self.options, self._book_tokens(model_name)
         if options.mode == "exact" and limit is not None:
             tokens = min(tokens, max(options.start, options.stride) + limit * options.stride)
-        return Longest(f"task.tokens={tokens}", tokens, self.max_new_tokens)
+        new_tokens = options.steps if options.mode == "exact" else self.max_new_tokens
+        return Longest(f"task.tokens={tokens}", tokens, new_tokens)
 
     def read(self, seed: int) -> tuple[str, str, dict[str, Any]]:
         """(title, text, the facts of its source)"""
@@ -117,7 +120,7 @@ class PG19(Task[PG19Options]):
         title, text, facts = self.read(request.seed)
         book_tokens = self._book_tokens(request.model_name)
         # special tokens included
-        ids = list(request.tokenizer(text, verbose=False)["input_ids"])[: book_tokens + 2]
+        ids = list(request.tokenizer(text, verbose=False)["input_ids"])[: book_tokens + 1 + options.steps]
         shared = {"title": title, "mode": options.mode, "sha256": digest([{"ids": ids}])[:16]}
         if options.mode == "stream":
             ids = ids[: book_tokens + 1]
@@ -126,12 +129,14 @@ class PG19(Task[PG19Options]):
             docs = [{**shared, "start": options.prefill, "end": len(ids), "meta": meta}]
             label = f"streaming after a prompt of {options.prefill} tokens"
         else:
-            last = min(book_tokens, len(ids) - 2)
+            last = min(book_tokens, len(ids) - 1 - options.steps)
             positions = [i for i in range(options.stride, last + 1, options.stride) if i >= options.start]
             allowed = f"the book has {len(ids)} tokens, too few for a position"
             require(bool(positions), "tokens", options.tokens, allowed)
-            docs = [{**shared, "start": i, "end": i + 2, "meta": {"position": i, "tokens": 1}} for i in positions]
-            label = f"exact: one decode step after a fresh prefill, every {options.stride} tokens"
+            end, meta = 1 + options.steps, {"tokens": options.steps}
+            docs = [{**shared, "start": i, "end": i + end, "meta": {"position": i, **meta}} for i in positions]
+            steps = "one decode step" if options.steps == 1 else f"{options.steps} decode steps"
+            label = f"exact: {steps} after a fresh prefill, every {options.stride} tokens"
 
         def tokens(doc: dict) -> tuple[list[int], int, int]:
             """Decode steps make every prediction; the first one reads the token after the prefill."""

@@ -22,7 +22,12 @@ def test_exact_positions_and_one_stream(tmp_path: Path, tokenizer: Any) -> None:
     assert [doc["meta"]["position"] for doc in docs] == [250, 500]
     # prefill [0, 250), one step with token 250, token 251 predicted
     assert spec.tokens(docs[0]) == (ids[:252], 251, 250)
-    assert "exact" in spec.data["perplexity"]
+    assert "exact: one decode step" in spec.data["perplexity"]
+    spec, tasks = build("pg19", {**options, "steps": 50}, tokenizer, limit=None)
+    _, docs = tasks["pg19"]
+    assert spec.tokens(docs[-1]) == (ids[:551], 501, 500)
+    assert pg19.process_results(docs[-1], [(-5.0, False)]) == {"perplexity": (-5.0, 50)}
+    assert "exact: 50 decode steps" in spec.data["perplexity"]
     spec, tasks = build("pg19", {**options, "mode": "stream", "prefill": 100}, tokenizer)
     _, (doc,) = tasks["pg19"]
     assert spec.tokens(doc) == (ids[:601], 101, 100)
