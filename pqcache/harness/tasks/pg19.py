@@ -23,7 +23,7 @@ from typing import Annotated, Any, Literal
 
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
-from pqcache.fields import MOST, Positive, Whole
+from pqcache.fields import MOST, Positive, Whole, added
 from pqcache.harness.tasks import base
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
@@ -50,7 +50,7 @@ class PG19Options:
     # exact: the first position
     start: Whole = 0
     # exact: decode steps after each prefill, every one predicts a token
-    steps: Positive = 1
+    steps: Positive = added(1, absent=1)
     # stream: tokens of the prompt
     prefill: Positive = 1024
     # number of the book, from 0
