@@ -48,17 +48,18 @@ def fastest_seconds(call: Callable[[], object], device: torch.device, rounds: in
     return min(timed_calls(call, device, rounds))
 
 
+def seconds(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds of one call, from an idle device to an idle device."""
+    synchronize(device)
+    start = time.perf_counter()
+    call()
+    synchronize(device)
+    return time.perf_counter() - start
+
+
 def timed_calls(call: Callable[[], object], device: torch.device, rounds: int) -> list[float]:
     """Seconds of each of `rounds` calls, after one that warms up."""
-    times = []
-    for turn in range(rounds + 1):
-        synchronize(device)
-        start = time.perf_counter()
-        call()
-        synchronize(device)
-        if turn:
-            times.append(time.perf_counter() - start)
-    return times
+    return [seconds(call, device) for _ in range(rounds + 1)][1:]
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from pqcache import kernels
+from pqcache.measure.machine import seconds
 from pqcache.selective.attention import attend_one
 from pqcache.store.resident import ResidentStore
 from scripts.bench.layer import AttentionLayer
-from scripts.bench.rounds import DROPPED_STEPS, seconds
+from scripts.bench.rounds import DROPPED_STEPS
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 Rounds = dict[str, list[dict[str, Any]]]

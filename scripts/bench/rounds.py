@@ -8,28 +8,18 @@ Within a round every row runs once, so that a busy machine slows all rows alike.
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
-from pqcache.selective.ledger import synchronize
+from pqcache.measure.machine import seconds
 
 # Decode steps dropped at the start of a round, as everywhere in this project: they include warming up.
 DROPPED_STEPS = 2
 
 T = TypeVar("T")
-
-
-def seconds(call: Callable[[], Any], device: torch.device | None = None) -> float:
-    """Seconds of one call, from an idle device to an idle device."""
-    device = device or torch.device("cpu")
-    synchronize(device)
-    start = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - start
 
 
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int, title: str = "") -> dict[str, list[T]]:
@@ -48,15 +38,10 @@ def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int, title: str = 
     return results
 
 
-def timed_rounds(
-    calls: Mapping[str, Callable[[], Any]], rounds: int, device: torch.device | None = None
-) -> dict[str, list[float]]:
-    """Seconds of each call in each of `rounds` interleaved rounds."""
-
-    def timed(call: Callable[[], Any]) -> Callable[[], float]:
-        return lambda: seconds(call, device)
-
-    return interleaved({name: timed(call) for name, call in calls.items()}, rounds)
+def timed_rounds(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each call on the CPU in each of `rounds` interleaved rounds."""
+    timed = {name: partial(seconds, call, torch.device("cpu")) for name, call in calls.items()}
+    return interleaved(timed, rounds)
 
 
 def progress(text: str) -> None:

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from pqcache.harness.config.options import Refused
 from pqcache.harness.run.compute import Follower, Worker
 from pqcache.harness.run.units import Job, Report, Unit, UnitResult
 
@@ -28,12 +27,9 @@ class InProcess:
         self.units += units[:left]
         follower = Follower(job, units[:left], keep)
         for unit in units[:left]:
-            try:
-                if self._worker is None or self._worker[0] is not job:
-                    self._worker = job, Worker(job)
-                keep(self._worker[1].run(unit))
-            except Refused as refused:
-                keep(UnitResult(unit.name, "refused", reason="; ".join(refused.lines)))
+            if self._worker is None or self._worker[0] is not job:
+                self._worker = job, Worker(job)
+            keep(self._worker[1].run(unit))
             follower.poll()
 
     def close(self) -> None:

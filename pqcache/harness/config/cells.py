@@ -87,17 +87,11 @@ class Cell(Checked):
         return bool(getattr(self.method, "ignores_budget", False))
 
 
-@dataclass
-class RunPlan:
+@dataclass(kw_only=True)
+class RunPlan(Request):
     """Everything a command will run, checked."""
 
     cells: list[Cell]
-    sweep: bool
-    experiment: str | None
-    best_of: dict[str, list[str]] = field(default_factory=dict)  # see compose.Request
-    report: Options = field(default_factory=dict)
-    words: tuple[str, ...] = ()  # the command line
-    summary: str | None = None  # see compose.Request
 
     @property
     def budgets(self) -> list[float | int]:
@@ -140,8 +134,7 @@ def make_plan(request: Request) -> RunPlan:
                 cell.older = found_older.get(cell.name)
     if lines:
         raise Refused(lines)
-    of_request = (request.best_of, request.report, request.words, request.summary)
-    return RunPlan(list(cells.values()), request.sweep, request.experiment, *of_request)
+    return RunPlan(**{**vars(request), "composed": [], "cells": list(cells.values())})
 
 
 @dataclass

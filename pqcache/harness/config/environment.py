@@ -31,8 +31,9 @@ class Facts(TypedDict):
     versions: dict[str, str | None]
 
 
+@cache
 def facts(device: str, kept: str = "") -> Facts:
-    """kept: where the model's weights are, in words, if they are not all on the device."""
+    """Read once per device. kept: where the model's weights are, in words, if they are not all on the device."""
     from pqcache.measure.machine import device_caption  # imports torch
 
     caption = device_caption(device) + (f", {kept}" if kept else "")

@@ -74,7 +74,6 @@ class HarnessLM(LM):
         *,
         scorer: Scorer | None = None,
         label: str = "",
-        facts: environment.Facts | None = None,
         recorder: Recorder | None = None,
         computes: bool = True,
         tasks: Mapping[str, Any] | None = None,
@@ -91,7 +90,7 @@ class HarnessLM(LM):
         self.reader = Reader(loaded, run, **reading)
         self.chunks = Chunks(run.prefill_chunk, run.batch)
         self.scorer, self.recorder, self.computes = scorer, recorder, computes
-        self.facts = facts or environment.facts(loaded.device, loaded.kept)
+        self.facts = environment.facts(loaded.device, loaded.kept)
         self.batch, self.batch_check = run.batch, run.batch_check
         self.tasks, self.whole_prompts, self.smoke = tasks or {}, run.samples == "full", run.smoke
         self.draws = range(self.reader.decode.samples)  # the numbers of a document's answers

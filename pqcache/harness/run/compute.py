@@ -186,7 +186,14 @@ class Worker:
     """Runs units in this process, one after the other."""
 
     def __init__(self, job: Job) -> None:
-        """Go to the driver's folder and compose the cells. Raises Refused where code, versions or folders differ."""
+        """Go to the driver's folder and compose the cells. Where code, versions or folders differ, every unit is refused."""
+        self.refusal = ""
+        try:
+            self._enter(job)
+        except Refused as refused:
+            self.refusal = "; ".join(refused.lines)
+
+    def _enter(self, job: Job) -> None:
         if problems := job.differences():
             raise Refused(problems)
         os.chdir(job.cwd)
@@ -199,6 +206,8 @@ class Worker:
 
     def run(self, unit: Unit) -> UnitResult:
         """Run one unit. Samples that are on disk already are not computed again."""
+        if self.refusal:
+            return UnitResult(unit.name, "refused", reason=self.refusal)
         cells = [self.cells[name] for name in unit.cells if name in self.cells]
         with ExitStack() as stack:
             paths = [open_folder(cell) / f"samples-{unit.name}-0.jsonl" for cell in cells]

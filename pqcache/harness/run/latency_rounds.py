@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import rows
 from pqcache.harness.run.memory import Chunks
@@ -44,7 +45,7 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
     """Run the rounds that a cell lacks, and write its row if there were some."""
     loaded, task, path = session.model(cell), cell.identity["task"], cell.folder / "row.json"
     model, device, length, batch = loaded.model, loaded.model.device, task["length"], task["batch"]
-    facts = session.facts(loaded)
+    facts = environment.facts(loaded.device, loaded.kept)
     if loaded.name == "random":
         text = ids = prompt(model, length, cell.identity["seed"])
     else:

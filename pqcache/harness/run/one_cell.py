@@ -73,7 +73,6 @@ def make_adapter(session: Session, cell: Cell, log: SampleLog) -> HarnessLM:
         cell.run,
         scorer=scorer if spec.value is None else None,
         label=cell.label,
-        facts=session.facts(loaded),
         recorder=recorder,
         computes=session.weights,
         tasks=tasks["tasks"],

@@ -15,7 +15,6 @@ from lm_eval.api.instance import Instance
 from lm_eval.defaults import DEFAULT_OTHER_SEED
 from lm_eval.tasks.manager import TaskDict
 
-from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.memory import keep_to_group
@@ -64,7 +63,6 @@ class Session:
         self._tasks: dict[tuple[str, str], tuple[TaskSpec, TaskDict]] = {}
         self._requests: dict[tuple[str, str], list[Instance]] = {}  # of the same keys
         self._prompts: dict[str, Prompts] = {}
-        self._facts: dict[tuple[str, str], environment.Facts] = {}
         self.shown_prompts: set[str] = set()  # by their digests
         # distinct prefills of this session: shared (recorded for several cells) and own
         self.prefills: dict[str, int] = {"shared": 0, "own": 0}
@@ -156,13 +154,6 @@ class Session:
             if other != side:
                 prompts.begin("")
         return self._prompts.setdefault(side, Prompts()).begin(json.dumps([same, cell.run.limit], sort_keys=True))
-
-    def facts(self, loaded: LoadedModel) -> environment.Facts:
-        """Versions, git commit and the machine that runs a model, read once per device."""
-        key = loaded.device, loaded.kept
-        if key not in self._facts:
-            self._facts[key] = environment.facts(*key)
-        return self._facts[key]
 
 
 def _task_key(cell: Cell, loaded: LoadedModel) -> tuple[str, str]:

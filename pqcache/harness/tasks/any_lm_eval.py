@@ -140,8 +140,7 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                 raise ValueError(f"decode.temperature={temperature:g}: {name} {why}")
 
     def load(self, request: TaskRequest) -> tuple[TaskSpec, TaskDict]:
-        rows = None if self.options.source == HUB else LocalSplits(self.options.source)
-        loaded = self._load_tasks(rows)
+        loaded, rows = self._load_tasks(), self.rows
         tasks = loaded["tasks"]
         data = {
             **({"scored_with": self.scored_with} if self.scored_with else {}),
@@ -152,10 +151,9 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         spec = TaskSpec(lm_eval_tasks=[], metric=metric, value=percent, unscored=self.unscored, data=data)
         return spec, loaded
 
-    def _load_tasks(self, rows: LocalSplits | None = None) -> TaskDict:
-        """lm-eval's tasks. rows: of their data set, with task.source."""
-        if rows is None and self.options.source != HUB:
-            rows = LocalSplits(self.options.source)
+    def _load_tasks(self) -> TaskDict:
+        """lm-eval's tasks. Their data set is read anew with task.source: `rows`."""
+        self.rows = rows = None if self.options.source == HUB else LocalSplits(self.options.source)
         if rows is not None and self.target not in self._manager().all_subtasks:
             several = f"{self.target} is several tasks, with data of their own each"
             raise ValueError(f"task.source={self.options.source}: {several}")

@@ -18,20 +18,8 @@ from pqcache.outside import reason
 POLL = 1.0  # seconds between two looks at what workers have written
 
 
-class RayWorker:
+class RayWorker(Worker):
     """The actor: a Worker in a process of its own. Everything it is given and returns is plain data."""
-
-    def __init__(self, job: Job) -> None:
-        self._job = job
-        self._worker: Worker | None = None
-
-    def run(self, unit: Unit) -> UnitResult:
-        """Run one unit; its samples are on disk when this returns. Refused where this host differs from the driver's."""
-        try:
-            self._worker = self._worker or Worker(self._job)
-        except Refused as refused:
-            return UnitResult(unit.name, "refused", reason="; ".join(refused.lines))
-        return self._worker.run(unit)
 
     def node(self) -> str:
         """Ray's name of the node that this worker runs on."""

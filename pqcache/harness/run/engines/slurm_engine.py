@@ -31,13 +31,9 @@ FOLDER = Path(LAUNCH) / "slurm"
 
 def work(job: Job, units: list[Unit], attempts: list[int], results: str) -> None:
     """An array task: one worker over its units. Each result is a file before the next unit starts."""
-    worker, refusal = None, ""
-    try:
-        worker = Worker(job)
-    except Refused as refused:
-        refusal = "; ".join(refused.lines)
+    worker = Worker(job)
     for unit, attempt in zip(units, attempts, strict=True):
-        store(results, attempt, worker.run(unit) if worker else UnitResult(unit.name, "refused", reason=refusal))
+        store(results, attempt, worker.run(unit))
 
 
 def store(results: str, attempt: int, result: UnitResult) -> None:

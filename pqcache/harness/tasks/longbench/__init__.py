@@ -26,7 +26,7 @@ import io
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pqcache.fields import MOST
 from pqcache.harness.tasks import sources
@@ -64,6 +64,7 @@ class LongBenchOptions:
 
 @dataclass(kw_only=True)
 class LongBenchGroupOptions(LongBenchOptions):
+    known: ClassVar[tuple[str, ...]] = tuple(data_sets.OFFICIAL)
     # data sets of the group to run; null: all
     datasets: list[str] | None = None
 
@@ -71,14 +72,12 @@ class LongBenchGroupOptions(LongBenchOptions):
         super().__post_init__()
         if self.datasets is not None:
             require(len(self.datasets) > 0, "datasets", self.datasets, "must name at least one data set")
-            _check_names("datasets", self.datasets, tuple(data_sets.OFFICIAL))
+            _check_names("datasets", self.datasets, self.known)
 
 
 @dataclass(kw_only=True)
 class LongBenchEOptions(LongBenchGroupOptions):
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        _check_names("datasets", self.datasets or [], data_sets.DATASETS_E)
+    known = data_sets.DATASETS_E
 
 
 def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> None:
