@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import LlamaConfig
 
 import run
 from pqcache.harness.config.check import without_batches
@@ -12,7 +11,6 @@ from pqcache.harness.config.options import RunOptions
 from pqcache.harness.report.rows import batch_text, read_row
 from pqcache.harness.report.tables import row_text
 from pqcache.harness.run import batches
-from pqcache.harness.run import memory as chunks
 from pqcache.registry import METHODS, method_class
 from tests.harness.cells import Capture, Command, Patch, lines_of, one_row, status, watch
 
@@ -82,8 +80,20 @@ def test_latency_of_a_batch(tmp_path: Path, capsys: Capture) -> None:
     words = ["model=random", "model.geometry=tiny", "task=latency", "method=pqcache", "method.store=host"]
     words += ["task.length=150", "task.rounds=1", "task.new_tokens=6", "wandb=disabled", f"cache_dir={tmp_path}"]
     assert run.main([*words, f"out={tmp_path / 'one'}"]) == 0
+    shown = capsys.readouterr().out
+    assert "TPOT is" in shown and "link" in shown
+    assert "score     none: task=latency measures times" in shown and "Full" not in shown
+    one, _, first = stored(tmp_path / "one")
+    assert one["score"] is None and one["n_samples"] == 1
+    assert one["tt2t_s"] > one["prefill_s"] > one["index_build_s"] > 0
+    assert one["roofline"] == pytest.approx(one["tpot_p50_ms"] / (one["extra"]["weights_ms"] + one["extra"]["link_ms"]))
+    assert one["kmeans_iterations"] <= one["extra"]["kmeans_max_iter"] == 5
+    assert one["bytes_per_step"]["demand_fetch"] > 0 and one["resident_bytes"]["host"] > 0
+    before = (first / "row.json").stat().st_mtime_ns
+    assert run.main([*words, f"out={tmp_path / 'one'}"]) == 0
+    assert (first / "row.json").stat().st_mtime_ns == before  # nothing was measured again
     assert run.main([*words, "task.batch=4", f"out={tmp_path / 'four'}"]) == 0
-    (one, _, first), (four, lines, second) = stored(tmp_path / "one"), stored(tmp_path / "four")
+    four, lines, second = stored(tmp_path / "four")
     assert "batch=4" in second.name and "batch" not in first.name
     for tier in ("device", "host"):
         assert four["resident_bytes"][tier] > 3.9 * one["resident_bytes"][tier]
@@ -96,26 +106,3 @@ def test_latency_of_a_batch(tmp_path: Path, capsys: Capture) -> None:
     assert four["extra"]["cache_ms"] == pytest.approx(4 * one["extra"]["cache_ms"], rel=0.05)
     assert four["extra"]["weights_ms"] > 0
     assert "tokens/s" in capsys.readouterr().out
-
-
-CONFIG = LlamaConfig(
-    hidden_size=64,
-    intermediate_size=256,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    vocab_size=99,
-)
-
-
-def test_what_auto_chooses() -> None:
-    tokens = 8192
-    kept, step = chunks.kept_bytes(CONFIG, tokens, "float32"), chunks.prefill_bytes(CONFIG, chunks.STEP, "float32")
-
-    def chosen(room: float) -> int | None:
-        return chunks.fitting_chunk(CONFIG, tokens, int((kept + room) / chunks.SHARE_OF_FREE) + 1, "float32")
-
-    assert chosen(16 * step) is None
-    assert chosen(15.9 * step) == 15 * 512
-    assert chosen(3.5 * step) == 3 * 512
-    assert chosen(0) == 512  # the least; what does not fit then is foreseen elsewhere

@@ -124,13 +124,7 @@ def call(command: Command, own_definitions: None, tmp_path: Path) -> Command:
     return call
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "shared_prefill=false",
-        *(pytest.param(how, marks=pytest.mark.rest) for how in ("shared_prefill=true", "launch=ray")),
-    ],
-)
+@pytest.mark.parametrize("how", ["shared_prefill=false", "shared_prefill=true", "launch=ray"])
 @pytest.mark.rest
 def test_answers(call: Command, tmp_path: Path, how: str, on: Any, monkeypatch: Any, capsys: Capture) -> None:
     monkeypatch.setattr(units, "OWN_PREFILLS", 1)

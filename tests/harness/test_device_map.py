@@ -1,7 +1,9 @@
 """`model.device_map`: the same answers in the same folders, wherever the weights are; wrong ones are one line."""
 
-import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,18 +14,10 @@ ON_DISK = "model.device_map={model.embed_tokens:cpu,model.layers.0:disk,model.la
 HUB = "model=hf model.path=someone/large method=full"
 
 
-def pretend(monkeypatch: Patch, accelerate: object) -> None:
-    """accelerate: what looking for the package finds."""
-    find = importlib.util.find_spec
-    monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *rest: accelerate if name == "accelerate" else find(name, *rest)
-    )
-
-
 @pytest.fixture
 def installed(monkeypatch: Patch) -> None:
     """As if accelerate was installed, for what ends before it is needed."""
-    pretend(monkeypatch, accelerate=object())
+    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(__spec__=ModuleSpec("accelerate", None)))
 
 
 @pytest.mark.parametrize(
@@ -47,7 +41,7 @@ def test_wrong_ones_are_one_line(installed: None, words: str, said: str) -> None
 
 
 def test_without_accelerate(no_model: None, monkeypatch: Patch, capsys: Capture) -> None:
-    pretend(monkeypatch, accelerate=None)
+    monkeypatch.setitem(sys.modules, "accelerate", None)
     said = error_of(capsys, run.main([*HUB.split(), "model.device_map=auto"]))
     assert "model.device_map=auto: the package accelerate is not installed" in said
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 import run
@@ -230,18 +231,9 @@ def _kill_a_worker_once(out: Path, before: int) -> None:
     """Kill a busy worker as soon as there is a new sample."""
     _wait_for_a_sample(out, before)
     found = subprocess.run(["pgrep", "-f", "ray::RayWorker"], capture_output=True, text=True, check=False)
-    mine = [int(pid) for pid in found.stdout.split() if _is_below(int(pid), os.getpid())]
+    mine = {child.pid for child in psutil.Process().children(recursive=True)} & {*map(int, found.stdout.split())}
     if mine:
-        os.kill(mine[0], signal.SIGKILL)
-
-
-def _is_below(pid: int, ancestor: int) -> bool:
-    while pid > 1 and pid != ancestor:
-        try:
-            pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            return False
-    return pid == ancestor
+        os.kill(min(mine), signal.SIGKILL)
 
 
 @pytest.mark.rest

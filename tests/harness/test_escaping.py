@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pqcache.harness.config.cells import foreign, make_plan, open_folder, read_config, write_status
-from pqcache.harness.config.compose import compose_all
-from pqcache.harness.config.files import CONFIGS
+from pqcache.harness.config.cells import foreign, open_folder, read_config, write_status
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report import papers
 from pqcache.harness.report.rows import write_row
@@ -18,7 +16,7 @@ from pqcache.harness.report.tables import cell_label
 from pqcache.harness.run import tracking
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.streams import guarded
-from tests.harness.cells import REPO
+from tests.harness.cells import REPO, planned
 
 HOSTILE = {
     "clears the screen": "\x1b[2J\x1b[H",
@@ -85,7 +83,7 @@ def test_secrets_in_addresses_are_masked(tmp_path: Path, monkeypatch: pytest.Mon
 def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     secret = "https://me:pa55word@host/m?access_token=pa55word"
     words = ["-m", "method=oracle,quest", "model=hf", f"model.path='{secret}'", f"model.system='of {secret}'"]
-    plan = make_plan(compose_all([*words, f"out={tmp_path}"], CONFIGS))
+    plan = planned([*words, f"out={tmp_path}"])
     logged: list[object] = []
     monkeypatch.setattr(tracking, "_run", lambda *sent: logged.append(sent[1:]) or 1 / 0)
     for cell in plan.cells:
@@ -100,7 +98,7 @@ def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.M
         shown += [path.read_text() for path in tmp_path.rglob("*") if path.is_file()]
         assert logged and all("pa55word" not in text for text in shown)
         assert cell.about.matches(read_config(cell.folder)) and foreign(cell.folder, cell.about) is None
-    (other,) = make_plan(compose_all([w.replace("pa55word", "x").replace(",quest", "") for w in words], CONFIGS)).cells
+    (other,) = planned([w.replace("pa55word", "x").replace(",quest", "") for w in words]).cells
     assert other.about.mark != plan.cells[0].about.mark
 
 

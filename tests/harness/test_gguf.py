@@ -1,9 +1,7 @@
 """model.path=<file>.gguf: the weights, tokenizer and chat template of the file, dequantized once."""
 
-from __future__ import annotations
-
-import importlib.util
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -142,6 +140,5 @@ def test_what_cannot_be_read_is_one_line(
     assert "holds a.gguf, b.gguf" in error_of(
         capsys, command("method=full", f"model.path={folder}", "model.gguf=c.gguf")
     )
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *at: None if name == "gguf" else found(name, *at))
+    monkeypatch.setitem(sys.modules, "gguf", None)
     assert "needs the package gguf: pip install" in error_of(capsys, command("method=full", f"model.path={good}"))

@@ -58,6 +58,11 @@ def test_folder_names_stay(line: str) -> None:
     assert [one.name for one in planned(line).cells] == NAMES[line]
 
 
+def test_full_is_one_cell_whatever_stays_dense() -> None:
+    (full,) = planned("-m method=full dense_layers=0,1 protocol=aligned,paper task=pocket_qa").cells
+    assert full.name.startswith("embedded__full__1.0__pocket_qa__seed0__")
+
+
 def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any, tmp_path: Path) -> None:
     before = cell("method=oracle")
     shutil.copytree(run.CONFIGS, tmp_path / "configs")

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 import run
-from pqcache.harness.config.cells import make_plan
-from pqcache.harness.config.compose import compose_all
 from pqcache.harness.report import page
 from pqcache.harness.report.page import words_of
+from tests.harness.cells import planned
 from tests.harness.made_rows import sample
 from tests.harness.test_any_table import make_row
 
@@ -50,9 +49,7 @@ def folder(tmp_path: Path) -> Path:
     failed = out / "embedded__oracle__0.1__t__seed0__1"
     failed.mkdir()
     (failed / "status.json").write_text(json.dumps({"status": "failed", "reason": f"RuntimeError: {HOSTILE}"}))
-    (failed / "config.yaml").write_text(
-        make_plan(compose_all(["method=oracle", "budget=0.1"], run.CONFIGS)).cells[0].yaml()
-    )
+    (failed / "config.yaml").write_text(planned("method=oracle budget=0.1").cells[0].yaml())
     return out
 
 
@@ -97,8 +94,8 @@ def test_the_page(
 def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
     (folder := tmp_path / "a model, 7B").mkdir()
     words = shlex.split(line.format(folder=folder))
-    (cell,) = make_plan(compose_all(words, run.CONFIGS)).cells
+    (cell,) = planned(words).cells
     again = words_of(cell.about.shown)
-    (same,) = make_plan(compose_all(again, run.CONFIGS)).cells
+    (same,) = planned(again).cells
     assert same.name == cell.name
     assert len(again) <= len(words) + 6, again  # defaults are left out

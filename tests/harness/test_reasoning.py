@@ -20,17 +20,6 @@ AIME24 = [
     {"ID": f"2024-I-{i}", "Problem": q, "Solution": f"It is {a}.", "Answer": int(a)} for i, (q, a) in enumerate(SUMS)
 ]
 AIME25 = [{"id": str(i), "problem": q, "answer": a} for i, (q, a) in enumerate(SUMS)]
-MATH500 = [
-    {
-        "problem": q,
-        "solution": f"So \\boxed{{{a}}}.",
-        "answer": a,
-        "subject": "Algebra",
-        "level": 1,
-        "unique_id": f"{i}.json",
-    }
-    for i, (q, a) in enumerate(SUMS)
-]
 GPQA = [
     {"Question": q, "Correct Answer": a, **{f"Incorrect Answer {n}": f"{n}{a}" for n in (1, 2, 3)}} for q, a in SUMS
 ]
@@ -65,9 +54,7 @@ def thinker(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """A folder for each benchmark, with the file of its split."""
-    for name, split, own in (
-        ("aime24", "train", AIME24), ("aime25", "test", AIME25), ("math500", "test", MATH500), ("gpqa", "train", GPQA)
-    ):  # fmt: skip
+    for name, split, own in (("aime24", "train", AIME24), ("aime25", "test", AIME25), ("gpqa", "train", GPQA)):
         (tmp_path / name).mkdir()
         (tmp_path / name / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in own))
     return tmp_path
@@ -105,7 +92,7 @@ def test_a_task_whose_packages_are_missing_says_how_to_get_them(
     if broken:
         folder.mkdir()
         said = f"the packages in {folder} cannot be used (ModuleNotFoundError: "
-    typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'math500'}", "method=full"]
+    typed = ["task=lm_eval", "task.name=minerva_math500", f"task.source={rows / 'aime24'}", "method=full"]
     line = error_of(capsys, command(*typed))
     assert line.startswith(f"error: task.name=minerva_math500: {said}") and "`make math`" in line
 

@@ -16,7 +16,6 @@ import run
 from baselines.double_sparsity import DoubleSparsity
 from pqcache.harness.config import environment
 from pqcache.harness.run import adapter as lm
-from pqcache.measure import machine
 from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, Patch, lines_of, rows, status, watch
 
 
@@ -62,8 +61,8 @@ def test_a_resumed_row_states_what_was_measured(
     path = next((tmp_path / "out").glob("*/row.json"))
     before = path.read_bytes(), path.stat().st_mtime_ns
     first = rows(tmp_path / "out")["full 1.0"]
-    monkeypatch.setattr(machine, "device_caption", lambda _: "another machine")
-    monkeypatch.setattr(environment, "git_commit", lambda: "another commit")
+    elsewhere = {"device": "another machine", "git_commit": "another commit", "versions": first["versions"]}
+    monkeypatch.setattr(environment, "facts", lambda *_: elsewhere)
     assert command("method=full", "limit=1") == 0
     assert (path.read_bytes(), path.stat().st_mtime_ns) == before
     assert command("method=full", "limit=2") == 0
@@ -108,16 +107,6 @@ def test_other_weights_under_the_same_path_are_computed_again(
         assert path.stat().st_size == facts.st_size
         assert command("method=full", f"model.path={copy}", "limit=1") == 0
         assert len(generated) == count, name
-
-
-def test_a_line_of_another_prompt_is_never_used(command: Command, tmp_path: Path, generated: list[int]) -> None:
-    assert command("method=full", "limit=2") == 0
-    log = next((tmp_path / "out").iterdir()) / "samples.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()]
-    lines[1]["fingerprint"] = "0" * 16
-    log.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert command("method=full", "limit=2") == 0
-    assert len(generated) == 3
 
 
 def test_interrupt_leaves_a_cell_that_goes_on(

@@ -104,14 +104,6 @@ def test_a_base_model_without_a_chat_template(command: Command, tiny: Path, tmp_
 
 
 @pytest.mark.rest
-def test_full_is_one_cell_whatever_stays_dense(command: Command, tmp_path: Path, generated: list[int]) -> None:
-    assert command("-m", "method=full", "dense_layers=0,1", "protocol=aligned,paper", "limit=1") == 0
-    (folder,) = (tmp_path / "out").glob("tiny*")
-    assert folder.name.startswith("tiny__full__1.0__needle_pocket__seed0__task.length=256__")
-    assert len(generated) == 1
-
-
-@pytest.mark.rest
 def test_nothing_is_written_outside_out(tmp_path: Path, tiny: Path) -> None:
     """A real process with wandb offline, an empty home, an empty working folder and an empty TMPDIR."""
     home, cwd, temporary, out = (tmp_path / name for name in ("home", "cwd", "tmp", "out"))

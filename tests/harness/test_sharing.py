@@ -145,11 +145,7 @@ def test_scored_texts_go_in_lockstep_to_the_same_numbers(
 ) -> None:
     recorded: list[int] = []
 
-    def counted(model: Any, ids: torch.Tensor, *args: Any, **how: Any) -> Any:
-        recorded.append(ids.shape[1])
-        return record(model, ids, *args, **how)
-
-    monkeypatch.setattr(sharing, "record", counted)
+    watch(monkeypatch, sharing, "record", lambda _, ids, *more, **how: recorded.append(ids.shape[1]))
     words = ("-m", "task=pg19", "task.source=book", "task.tokens=120", "task.stride=60", "task.start=60")
     for shared in ("false", "all"):
         assert command(*words, "method=full,streaming,infllm", f"shared_prefill={shared}", out=tmp_path / shared) == 0

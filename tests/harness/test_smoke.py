@@ -40,19 +40,13 @@ def test_grids_keep_two_values_and_methods_all() -> None:
     assert [cell.identity["task"]["length"] for cell in long.cells] == [512, 1000]
 
 
-@pytest.mark.rest
-def test_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
-    line = f"method=full model=llama-2-7b smoke=true task.length=300 wandb=disabled cache_dir={tmp_path}/c out={tmp_path}/o"
-    assert run.main(line.split()) == 0
+def test_a_question_is_as_short_as_an_answer_and_rows_lie_apart(tmp_path: Path, capsys: Capture) -> None:
+    line = "method=full model=llama-2-7b smoke=true task=longbench_trec question_as_decode=true task.source=constructed"
+    assert run.main([*line.split(), "wandb=disabled", f"cache_dir={tmp_path}/c", f"out={tmp_path}/o"]) == 0
     assert "SMOKE RUN" in capsys.readouterr().out
     folder, row = one_row(tmp_path / "o")
     assert folder.is_relative_to(tmp_path / "o" / "smoke")
     assert row["smoke"] and row["generated_tokens"] <= smoke.NEW_TOKENS and row["published"] is None
+    assert row["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS
     assert not rows_under(tmp_path / "o")  # no real result
     assert len(rows_under(tmp_path / "o" / "smoke")) == 1
-
-
-def test_a_question_is_as_short_as_an_answer(tmp_path: Path) -> None:
-    line = "method=full model=llama-2-7b smoke=true task=longbench_trec question_as_decode=true task.source=constructed"
-    assert run.main([*line.split(), "wandb=disabled", f"cache_dir={tmp_path}/c", f"out={tmp_path}/o"]) == 0
-    assert one_row(tmp_path / "o")[1]["prompt_protocol"]["question_tokens"] == smoke.NEW_TOKENS

@@ -46,9 +46,6 @@ def test_pickled_weights_are_refused_unless_allowed(
     assert "pytorch_model.bin" in said and "model.allow_pickle=true" in said
     (pickled / "model.safetensors.index.json").write_text('{"weight_map": {"a": "pytorch_model.bin"}}')
     assert command(*own) == 2
-    (pickled / "model.safetensors.index.json").write_text("[1]")
-    assert command(*own) == 2
-    assert "is no index of weights" in capsys.readouterr().err
     (pickled / "model.safetensors.index.json").unlink()
     assert command(*own, "model.allow_pickle=true") == 0
     assert rows(tmp_path / "out")["full 1.0"]["n_samples"] == 1

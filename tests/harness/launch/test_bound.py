@@ -175,3 +175,16 @@ def test_a_refused_cell_loads_nothing_and_the_others_go_on(
     shown = capsys.readouterr()
     assert "does not fit the memory: " in shown.out
     assert sum("does not fit the memory" in line for line in shown.err.splitlines()) == 1
+
+
+def test_the_chunks_that_auto_chooses() -> None:
+    tokens = 8192
+    kept, step = memory.kept_bytes(CONFIG, tokens, "float32"), memory.prefill_bytes(CONFIG, memory.STEP, "float32")
+
+    def chosen(room: float) -> int | None:
+        return memory.fitting_chunk(CONFIG, tokens, int((kept + room) / memory.SHARE_OF_FREE) + 1, "float32")
+
+    assert chosen(16 * step) is None
+    assert chosen(15.9 * step) == 15 * 512
+    assert chosen(3.5 * step) == 3 * 512
+    assert chosen(0) == 512  # the least; what does not fit then is foreseen elsewhere

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from pqcache.harness.config.cells import Cell, RunPlan
+from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.launch import plan
 from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
@@ -14,21 +14,12 @@ from pqcache.measure.machine import device_caption
 from tests.harness import cells, made_rows
 from tests.harness.cells import Patch
 
+pytestmark = pytest.mark.usefixtures("no_model")
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
 
 
 def planned(tmp_path: Path, *words: str) -> RunPlan:
     return cells.planned([*words, f"out={tmp_path / 'out'}", f"cache_dir={tmp_path / 'cache'}"])
-
-
-@pytest.fixture(autouse=True)
-def no_weights(monkeypatch: Patch) -> None:
-    from pqcache.harness.run import session
-
-    def refuse(cell: Cell) -> None:
-        raise AssertionError(f"weights of {cell.label}")
-
-    monkeypatch.setattr(session, "_load", refuse)
 
 
 def sample(number: int, **others: object) -> str:

@@ -1,7 +1,5 @@
 """task=fidelity from the command to the row and the tables."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -12,8 +12,9 @@ import huggingface_hub
 import pytest
 
 from pqcache.harness.tasks.longbench.constructed import construct
-from pqcache.harness.tasks.longbench.data_sets import DATASETS, UNWRAPPED
+from pqcache.harness.tasks.longbench.data_sets import DATASETS
 from tests.harness.cells import Capture, Command, Patch, error_of, one_row
+from tests.harness.tasks.building import write_rows
 from tests.harness.tasks.test_longbench import make_row, write_files
 
 
@@ -31,11 +32,9 @@ def start(command: Command, monkeypatch: Patch) -> Command:
 
 @pytest.mark.rest
 def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, capsys: Capture) -> None:
-    files = {}
+    folder = tmp_path / "data"
     for dataset in DATASETS:
-        rows = construct(dataset, 2, 200, 7, lambda text: len(text) // 4)
-        files[dataset.replace("-", "_")] = rows
-    folder = write_files(tmp_path / "data", **files)
+        write_rows(folder / f"{dataset}.jsonl", construct(dataset, 2, 200, 7, lambda text: len(text) // 4))
     arguments = ["task=longbench", f"task.source={folder}", "limit=1", "task.max_length=160"]
     assert start(*arguments, "model=embedded") == 0
     row = one_row(tmp_path)[1]
@@ -44,13 +43,8 @@ def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, ca
     means = [t["score"] for t in row["tasks"].values()]
     assert row["score"] == pytest.approx(sum(means) / 16)
     protocol = row["prompt_protocol"]
-    assert protocol["truncation"] == "middle, to 160 tokens before wrapping"
     assert protocol["truncated_prompts"] == 16
     assert protocol["wrapper"] == "chat template / none"
-    assert [name.removeprefix("longbench_") for name in protocol["unwrapped"]] == [
-        name for name in DATASETS if name in UNWRAPPED
-    ]
-    assert protocol["bos_count"] == 1
     assert row["prompt_tokens"] < 200
     first = f"{protocol['first_prompt']['tokens']} tokens, sha256 {protocol['first_prompt']['sha256'][:16]}"
     assert f"first prompt: longbench_narrativeqa sample 0, {first}" in capsys.readouterr().out

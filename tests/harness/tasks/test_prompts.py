@@ -1,7 +1,5 @@
 """task=prompts: own files from the command to the row, and what a wrong file is told."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

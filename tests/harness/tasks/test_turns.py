@@ -1,7 +1,5 @@
 """task=turns: several messages on one cache, from the command to the row, the tables and the picture."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
