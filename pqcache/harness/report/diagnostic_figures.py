@@ -206,7 +206,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--layers {wrong[0]}: allowed is 0 to {layers - 1}")
     if given.ranks and given.ranks not in (methods := {row["method"] for row in every.values()}):
         parser.error(f"--ranks {given.ranks}: no row of that method; there are {', '.join(sorted(methods))}")
-    plots.keep_files(out)
     pictures = {
         "by_layer": lambda: draw_by_layer(chosen, out / "by_layer.png"),
         "mass": lambda: draw_mass(chosen, out / "mass.png"),

@@ -8,8 +8,7 @@ python run.py advise=<folder, or a model> [memory=0.25] [quality=-2]            
 from collections.abc import Sequence
 from pathlib import Path
 
-from pqcache.harness.config.environment import keep_fonts_under
-from pqcache.harness.config.options import Refused, RunOptions, one_line
+from pqcache.harness.config.options import Refused, one_line
 from pqcache.harness.report.rows import Row, rows_or_refused
 from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
@@ -44,7 +43,6 @@ def answer(argv: Sequence[str]) -> int:
             names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
             chosen = [_list(options[key], key) if key in options else default for key, default in names.items()]
             layout = any_table.lay_out(rows, *chosen)
-            keep_fonts_under(Path(RunOptions.cache_dir).expanduser())
             text, files = any_table.write(layout, out / any_table.FOLDER, folder.resolve().name)
             print(printable(f"{text}\n" + "\n".join(map(str, files))))
     except OSError as error:

@@ -102,11 +102,11 @@ def write(plan: RunPlan, folder: Path | None = None) -> tuple[str, list[Path]]:
 
 def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
     """Small copies of PNG files side by side, each under its name; None without any."""
-    from matplotlib.image import imread
-
     if not pictures:
         return None
     figure, axes = plots.canvas(len(pictures), 4.6, 3.6)
+    from matplotlib.image import imread
+
     for axis, picture in zip(axes, pictures, strict=True):
         axis.set_axis_off()
         axis.imshow(imread(picture), interpolation="antialiased")
@@ -222,7 +222,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         except Refused as refused:
             print(f"error: {refused}", file=sys.stderr)
             return 2
-        plots.keep_files(out)
         if not given.experiments:
             print("\n".join(map(str, write_all(out, smoke=given.smoke))))
             return 0

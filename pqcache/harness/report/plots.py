@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, Any
 import numpy
 import pandas as pd
 
-from pqcache.harness.config.environment import keep_files_under
+from pqcache.harness.config.environment import keep_fonts_under
 from pqcache.harness.config.options import RunOptions
 from pqcache.registry import METHODS
 
@@ -54,6 +54,7 @@ MAX_PANELS = 16
 MAX_LABELS = 24  # of a map
 MAX_TICKS = 10  # with more values matplotlib chooses the ticks
 MANY = 40  # from as many points on, a line has ten markers
+FONTS = Path(RunOptions.cache_dir).expanduser()  # for matplotlib's list of fonts, where a run has set no other folder
 Limits = tuple[float | None, float | None]
 Size = tuple[float, float]  # inches
 
@@ -197,6 +198,7 @@ def round_ticks(values: Sequence[float]) -> list[float]:
     """Ticks of a logarithmic axis: steps of 1, 2 and 5, of 1 over many powers of ten, or evenly spaced where the
     numbers are close to each other.
     """
+    keep_fonts_under(FONTS)
     from matplotlib.ticker import MaxNLocator
 
     known = [value for value in values if value > 0]
@@ -348,13 +350,9 @@ def method_look(method: str) -> tuple[str, str]:
     return SAFE[index % len(SAFE)], SHAPES[(index % len(SAFE) + index // len(SAFE)) % len(SHAPES)]
 
 
-def keep_files(out: Path) -> None:
-    """Make other packages write below `out` and the cache folder alone. Call it before a command's first figure."""
-    keep_files_under(out, Path(RunOptions.cache_dir).expanduser())
-
-
 def canvas(count: int, width: float, height: float, *, across: int = MAX_ACROSS) -> tuple[Figure, list[Axes]]:
     """A figure of `count` panels of this size, at most `across` side by side."""
+    keep_fonts_under(FONTS)
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

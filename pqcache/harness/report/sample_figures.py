@@ -138,7 +138,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not any(found.values()):
         first = f"run task=needle or task=pg19 with out={out} first"
         parser.error(f"{out}: no {' or '.join(names)} in any folder below; {first}")
-    plots.keep_files(out)
     for name, picture in HEAT_MAPS.items():
         runs = found[name].items()
         titles = [run["title"] for _, run in runs]

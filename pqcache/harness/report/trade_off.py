@@ -125,7 +125,6 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.error(f"--times {given.times}: no row of a group of tasks below")
     made = points(rows, rows_under(given.host) if given.host else (), timed)
     picture = given.picture or given.folder / "trade_off.png"
-    plots.keep_files(picture.parent if picture.parent.is_dir() else given.folder)
     draw(made, picture, caption(rows, made, timed))
     print(printable(table(made)))
     print(printable(str(picture)))

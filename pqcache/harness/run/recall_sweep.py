@@ -22,7 +22,6 @@ from pqcache.diagnostics import Capture, Measures, rerun, summarize
 from pqcache.embedded.needle_pocket import make_samples
 from pqcache.harness.config import environment
 from pqcache.harness.config.options import ModelOptions
-from pqcache.harness.report import plots
 from pqcache.harness.report.diagnostic_figures import draw_sweep
 from pqcache.harness.run import models
 from pqcache.measure.machine import device_caption
@@ -102,7 +101,6 @@ def main() -> None:
         "git_commit": environment.git_commit(),
     }
     arguments.out.mkdir(parents=True, exist_ok=True)
-    plots.keep_files(arguments.out)
     results = sweep(loaded, ids, arguments.steps, arguments.out / "recall_sweep.json", header)
     for path in draw_sweep(results, arguments.out):
         print(path)
