@@ -90,7 +90,7 @@ def groups(rows: Iterable[Row]) -> list[list[Row]]:
     """The rows of task=fidelity, and of own prompts without answers, by model and prompts."""
     found: dict[str, list[Row]] = {}
     for row in rows:
-        measured = (row["tasks"] or {}).get(row["task"], {}).get("metrics", {})
+        measured = row["tasks"].get(row["task"], {}).get("metrics", {})
         if "kl" in measured and row["score"] is not None:
             found.setdefault(json.dumps([row["model"], row["model_options"], row["task_options"]]), []).append(row)
     return list(found.values())

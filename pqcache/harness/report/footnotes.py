@@ -105,7 +105,7 @@ def _prompt(cell: Cell, row: Row | None) -> str:
     """What was done to the prompts: as recorded in the row, else as the configuration asks for."""
     model, task = cell.identity["model"], cell.identity["task"]
     if row is not None:
-        known = row["prompt_protocol"] or {}
+        known = row["prompt_protocol"]
         parts = [f"{key}: {known[key]}" for key in ("wrapper", "truncation") if known.get(key)]
         if known.get("truncated_prompts"):
             parts.append(f"{known['truncated_prompts']} of {row['n_samples']} prompts truncated")

@@ -132,7 +132,7 @@ def _options(row: Row) -> dict[str, Any]:
     """The options of the groups under their dotted names, and the other keys that are not at their default."""
     options: dict[str, Any] = dict(changed_keys(row))
     for group, field in GROUPS.items():
-        options |= {f"{group}.{key}": value for key, value in (row[field] or {}).items()}  # type: ignore[literal-required]
+        options |= {f"{group}.{key}": value for key, value in row[field].items()}  # type: ignore[literal-required]
     return options
 
 
@@ -147,7 +147,7 @@ def _flat(row: Row) -> Iterator[tuple[str, float]]:
             if key in SUMMED and numbers:
                 yield key, float(sum(numbers.values()))
     metrics: dict[str, list[float]] = {}
-    for task in (row["tasks"] or {}).values():
+    for task in row["tasks"].values():
         for name in (name for name, value in task.get("metrics", {}).items() if value is not None):
             metrics.setdefault(name, []).append(task["metrics"][name])
     yield from ((f"metric.{name}", fmean(values)) for name, values in metrics.items())
@@ -163,7 +163,7 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
         row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
         part: Mapping[str, Any] = row if task is None else row["tasks"][task]
         numbers = part.get("score"), part.get("score_interval")
-        only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"] or ()) == 1 else part
+        only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"]) == 1 else part
         for name, ends in (only.get("metric_intervals") or {}).items():
             made |= {f"metric.{name}.{end}": at for end, at in zip(ENDS, ends or (None, None), strict=True)}
         against = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
@@ -231,7 +231,7 @@ def budget_remark(row: Row) -> str:
     attended, applied, ratio = row.get("attended_tokens"), row.get("budget_applied"), row.get("budget_ratio")
     if ratio == 1.0 or applied is None or not attended:
         return ""
-    extra, prompt = row.get("extra") or {}, row["prompt_tokens"]
+    extra, prompt = row["extra"], row["prompt_tokens"]
     allowed = extra.get("allowed_tokens") or (row["budget_tokens"] if ratio is None else ratio * prompt)
     if not allowed:
         return ""

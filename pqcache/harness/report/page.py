@@ -39,7 +39,7 @@ FACTS: dict[str, Callable[[Row], Any]] = {
     "commits": lambda row: row["git_commit"],
     "number formats of K and V": lambda row: row["kv_dtype"],
     "protocols": lambda row: row["protocol"] if row["method"] != "full" else None,
-    "versions": lambda row: ", ".join(f"{name} {of}" for name, of in (row["versions"] or {}).items() if of),
+    "versions": lambda row: ", ".join(f"{name} {of}" for name, of in row["versions"].items() if of),
 }
 
 
@@ -281,13 +281,13 @@ def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def _of_row(row: Row) -> dict[str, Any]:
     """The configuration that a row repeats, for folders that have only their row."""
-    options = row["model_options"] or {}
+    options = row["model_options"]
     name = "hf" if options.get("path") == row["model"] else row["model"]
     ratio, tokens = row["budget_ratio"], row["budget_tokens"]
     return {
         "model": {"name": name, **options},
-        "method": {"name": row["method"], **(row["hyper_parameters"] or {})},
-        "task": {"name": row["task"], **(row["task_options"] or {})},
+        "method": {"name": row["method"], **row["hyper_parameters"]},
+        "task": {"name": row["task"], **row["task_options"]},
         "budget": ratio if ratio is not None else round(tokens or 0),
         "protocol": row["protocol"],
         "seed": row["seed"],

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypedDict, cast
+from typing import Any, TypedDict, cast, get_origin
 
 from pqcache.atomic import write_text
 from pqcache.fields import added_options, hints_of
@@ -179,25 +179,25 @@ class Row(TypedDict):
 
 def batch_text(rows: Iterable[Row]) -> str:
     """How many prompts were computed at once, for captions: "batch 8", "batch 1 / 8"."""
-    sizes = sorted({int((row.get("extra") or {}).get("batch", 1)) for row in rows})
+    sizes = sorted({int(row["extra"].get("batch", 1)) for row in rows})
     return f"batch {' / '.join(map(str, sizes or [1]))}"
 
 
 def content(row: Row) -> dict[str, float]:
     """Tier -> bytes of the cache after the last step, without unused buffer capacity; empty if the row does not say them."""
-    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"] or ()}
+    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"]}
     known = all(key in row["extra"] for key in keys.values())  # rows of older versions lack them
     return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
 
 
 def held(row: Row) -> dict[str, float]:
     """Tier -> bytes of the cache: its content, or of older rows with unused buffer capacity."""
-    return content(row) or row["resident_bytes"] or {}
+    return content(row) or row["resident_bytes"]
 
 
 def decode_of(row: Row) -> dict[str, Any]:
     """How a row's tokens were chosen. Rows that do not say it are greedy."""
-    return {**asdict(DecodeOptions()), **(row.get("decode") or {})}
+    return {**asdict(DecodeOptions()), **row["decode"]}
 
 
 # -- the Full cell -----------------------------------------------------------------------------------------------------
@@ -215,7 +215,7 @@ def pair_with_full(row: Row, full: Row | None, reason: str | None = None) -> Row
     if full is not None and not count:
         full, reason = None, "Full has none of these samples"
     reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
-    whole, known = _difference(differences), row["tasks"] or {}
+    whole, known = _difference(differences), row["tasks"]
     tasks = {
         name: {**task, **(whole if len(known) == 1 else _difference({name: differences.get(name, {})}))}
         for name, task in known.items()
@@ -277,8 +277,8 @@ def _run_of(row: Row) -> dict[str, Any]:
     return {
         "attn": row["attn"] or None,
         "kv_dtype": row["kv_dtype"] or None,
-        "batch": int((row["extra"] or {}).get("batch", 1)),
-        "question_as_decode": bool((row["prompt_protocol"] or {}).get("question_as_decode")),
+        "batch": int(row["extra"].get("batch", 1)),
+        "question_as_decode": bool(row["prompt_protocol"].get("question_as_decode")),
         "smoke": row["smoke"],
         "version of the packages": row["versions"] or None,
         "version of the library": row["library"],
@@ -327,10 +327,11 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
     row = {**missing, **value, "schema": SCHEMA}
     if damage(row) is not None:  # its reader says it
         return row
+    row |= {key: row[key] or {} for key, kind in hints_of(Row).items() if get_origin(kind) is dict}  # null: it has none
     # an option that was added since has the behaviour of before
-    row["model_options"] = {**added_options(ModelOptions), **(row["model_options"] or {})}
+    row["model_options"] = {**added_options(ModelOptions), **row["model_options"]}
     if row["task"] in TASKS:
-        row["task_options"] = {**added_options(task_class(row["task"]).Options), **(row["task_options"] or {})}
+        row["task_options"] = {**added_options(task_class(row["task"]).Options), **row["task_options"]}
     # versions before 1 gave intervals to one sample of a sub-task
     if row["sample_scores"] and not score_statistics.has_spread(row["sample_scores"]):
         row["score_interval"] = row["paired_interval"] = None
@@ -338,7 +339,7 @@ def migrate(value: dict[str, Any]) -> dict[str, Any]:
         row["paired_interval"] = None
     row["tasks"] = {
         name: {**task, "score_interval": None} if task.get("n_samples") == 1 else task
-        for name, task in (row["tasks"] or {}).items()
+        for name, task in row["tasks"].items()
     }
     return row
 

@@ -41,7 +41,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
         numbers = _measured(records[cell.name], rows) if cell.name in rows else absent
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
-    empty = {"host MiB"} if not any((row["resident_bytes"] or {}).get("host") for row in rows.values()) else set()
+    empty = {"host MiB"} if not any(row["resident_bytes"].get("host") for row in rows.values()) else set()
     empty |= {
         title for title in OF_METRICS if all(MEASURES[OF_METRICS[title]].of(one) is None for one in records.values())
     }
