@@ -80,6 +80,13 @@ def test_the_page(
     assert (layers["data"][0]["x"], layers["data"][0]["y"]) == ([1, 2], [0.5, 0.75])
 
 
+def test_sub_tasks_that_are_null_cost_their_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(page, "_library", lambda: "")
+    make_row(tmp_path, "full", {"t_a": [100, 90], "t_b": [50, 60]}, tasks=None, extra=None)
+    assert run.main([f"report={tmp_path}"]) == 0
+    assert "75.0" in (tmp_path / "report.html").read_text()
+
+
 @pytest.mark.parametrize(
     "line",
     [

@@ -161,7 +161,7 @@ def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dic
         return made
     if len(group) == 1:
         row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
-        part: Mapping[str, Any] = row if task is None else row["tasks"][task]
+        part: Mapping[str, Any] = row if task is None else row["tasks"].get(task, {})
         numbers = part.get("score"), part.get("score_interval")
         only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"]) == 1 else part
         for name, ends in (only.get("metric_intervals") or {}).items():
