@@ -6,12 +6,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from baselines.infinigen import InfiniGen, SpeculativeIndex, partial_basis, skew
-from pqcache.api.drive import Session, tokens
-from pqcache.selective import Method, SelectiveCache, attach
-from pqcache.selective.index import Selected
+from pqcache.selective import Method
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
@@ -101,16 +98,3 @@ def random_layer(method: Method, s: int = 8192, seed: int = 0, shape: ModelShape
     one = OneLayer(method, draw(shape.h_kv, s), draw(shape.h_kv, s), shape.h)
     one.step(draw(shape.h, 1), draw(shape.h_kv, 1), draw(shape.h_kv, 1))
     return one
-
-
-@torch.no_grad()
-def selections(model: PreTrainedModel, method: Method, prompt: int, steps: int) -> list[tuple[int, Selected]]:
-    """(layer, Selected) of every decode step and layer."""
-    calls: list[tuple[int, Selected]] = []
-    cache = SelectiveCache(model, method)
-    cache.observers.append(lambda layer, q, selected: calls.append((layer.layer_idx, selected)))
-    with attach(model):
-        session = Session(model, cache, [tokens(prompt, 1)])
-        for token in tokens(steps, 2):
-            session.step([token])
-    return calls

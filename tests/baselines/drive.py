@@ -30,7 +30,7 @@ def run(
 
 def held(layer: Any, row: int = 0) -> list[list[int]]:
     """Positions of the entries each KV head holds, in ascending order."""
-    return layer.where(layer.store.lengths)[row, :, : layer.store.lengths[row]].sort(-1).values.tolist()
+    return [sorted(at for at in head if at >= 0) for head in layer.held_positions()[row].tolist()]
 
 
 def choose(

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
-from baselines.clusterkv.clusters import cluster, initial, nearest
+from baselines.clusterkv.clusters import cluster, cluster_points, initial
 from pqcache import kernels
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
@@ -23,10 +23,10 @@ def test_assignment_is_by_the_named_distance(pick: Pick) -> None:
     scaled = x * (drawn(seed + 2, 2, n, 1).double().abs() + 0.1)
     cosine = torch.nn.functional.cosine_similarity(x[:, :, None], centroids[:, None], dim=-1)
     for distance, closeness in (("cosine", cosine), ("l2", -torch.cdist(x, centroids)), ("ip", x @ centroids.mT)):
-        got = nearest(x, centroids, distance)
+        got = cluster_points(x, distance).codes(centroids)
         best = closeness.amax(-1)
         torch.testing.assert_close(closeness.gather(-1, got[..., None])[..., 0], best)
-    assert torch.equal(nearest(scaled, centroids, "cosine"), nearest(x, centroids, "cosine"))
+    assert torch.equal(*(cluster_points(keys, "cosine").codes(centroids) for keys in (scaled, x)))
 
 
 def test_after_the_last_round_keys_belong_to_the_last_centroids() -> None:

@@ -10,11 +10,11 @@ from transformers import PreTrainedModel
 from baselines.combined.coded import Coded
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
-from pqcache.api.drive import Session, logits, tokens
+from pqcache.api.drive import logits, tokens
+from pqcache.diagnostics import Capture
 from pqcache.pq import PQCache
 from pqcache.registry import method_class
-from pqcache.selective import Budget, SelectiveCache, attach
-from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.selective import Budget, SelectiveCache
 from pqcache.store.packed import PackedStore
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
@@ -48,7 +48,6 @@ def test_an_evictor_drops_first_and_what_stays_is_packed(llama: PreTrainedModel,
     assert all(x.isfinite().all() for x in turned.packed.view())
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     ("codec", "options", "dtype", "served"),
     [
@@ -66,7 +65,7 @@ def test_attention_over_chosen_codes_equals_a_naive_computation(
     model = deepcopy(llama).to(dtype)
     cache = SelectiveCache(model, Coded(**QUARTER, policy_options=PQ, codec=codec, codec_options=options))
     layer: Any = cache.layers[0]
-    read, parts, outs, chosen = [], [], [], []
+    read, parts, chosen = [], [], []
     stock = PackedStore.attend_in_place
 
     def counted(store: PackedStore, q: torch.Tensor, *args: Any) -> Any:
@@ -76,26 +75,19 @@ def test_attention_over_chosen_codes_equals_a_naive_computation(
         parts.append(part is not None)
         return part
 
-    class Look(Watcher):
-        def watch(self, call: WatchedCall) -> None:
-            if call.layer is layer and call.ctx.step.decode:
-                outs.append(call.out[0, 0])
-
     monkeypatch.setattr(PackedStore, "attend_in_place", counted)
-    cache.watchers.append(Look())
+    cache.watchers.append(capture := Capture())
     cache.observers.append(lambda seen, q, selected: chosen.append(selected) if seen is layer else None)
-    with attach(model):
-        session = Session(model, cache, [tokens(150, 1)])
-        for token in tokens(12, 2):
-            session.step([token])
+    logits(model, cache.method, [tokens(150, 1)], [[token] for token in tokens(12, 2)], cache=cache)
+    outs = [call.out[0, 0] for call in capture.calls if call.layer is layer and call.ctx.step.decode]
     assert parts == [served] * 12 * len(cache.layers)
     for (q, k, v), out, selected in zip(read, outs, chosen, strict=True):
         length = k.shape[1]
-        logits = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)) * 16**-0.5
+        scores = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)) * 16**-0.5
         mask = torch.zeros(2, length, dtype=torch.bool)
         mask[:, :8] = mask[:, length - 1 - selected.local[0] :] = True
         mask.scatter_(1, selected.indices[0], True)
-        weights = logits.masked_fill(~mask.repeat_interleave(2, 0), -torch.inf).softmax(-1)
+        weights = scores.masked_fill(~mask.repeat_interleave(2, 0), -torch.inf).softmax(-1)
         want = torch.einsum("hm,hmd->hd", weights, v.repeat_interleave(2, 0))
         torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
 

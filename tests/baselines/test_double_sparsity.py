@@ -9,8 +9,8 @@ from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from baselines.double_sparsity import DoubleSparsity
 from baselines.oracle import Oracle
-from pqcache.api.drive import Session, logits, tokens
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.api.drive import logits, tokens
+from pqcache.selective import Budget, SelectiveCache
 
 QUARTER = Budget(ratio=0.25)
 
@@ -90,9 +90,6 @@ def test_tokens_are_ranked_by_heavy_channels(llama: PreTrainedModel, protocol: s
 
     cache = SelectiveCache(llama, method)
     cache.observers.append(check)
-    with attach(llama), torch.no_grad():
-        session = Session(llama, cache, [tokens(100, 1)])
-        for token in tokens(4, 2):
-            session.step([token])
+    logits(llama, method, [tokens(100, 1)], [[token] for token in tokens(4, 2)], cache=cache)
     assert len(agreed) == 4 * 3 * (4 if released else 2)
     assert sum(agreed) / len(agreed) >= least

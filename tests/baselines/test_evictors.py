@@ -16,6 +16,7 @@ from pqcache.selective.eviction import EvictionMethod
 from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
 from tests.drawn import Pick, examples
+from tests.thin import thin
 
 D = 8
 EVICTORS: dict[str, dict[str, Any]] = {
@@ -46,7 +47,7 @@ def draw_inputs(n: int, h: int, h_kv: int, t: int, dtype: torch.dtype, seed: int
     return [torch.randn(n, heads, t, D, generator=generator).to(dtype) for heads in (h, h_kv, h_kv)]
 
 
-@pytest.mark.parametrize("name", EVICTORS)
+@pytest.mark.parametrize("name", thin(EVICTORS, 2))
 @examples(8)
 def test_what_stays(name: str, pick: Pick) -> None:
     """Budget, order, forced tokens, bits; and a step attends what is held."""

@@ -99,7 +99,6 @@ def transparent(architecture: str) -> PreTrainedModel:
     return model
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("architecture", sorted({*ROTATED} - {"gemma3"}))  # its layers differ in their angles
 @pytest.mark.rest
 def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
@@ -124,10 +123,7 @@ def test_an_unchanged_input_is_speculated_exactly(architecture: str) -> None:
             assert torch.equal(selected.indices[row, :, :k], best)
 
     cache.observers.append(observe)
-    with attach(model):
-        session = Session(model, cache, [tokens(70, 1), tokens(41, 2)])
-        for token in tokens(6, 3):
-            session.step([token, token + 1])
+    logits(model, method, [tokens(70, 1), tokens(41, 2)], [[token, token + 1] for token in tokens(6, 3)], cache=cache)
     assert seen == [1, 2] * 6
     assert cache.ledger.facts["input_similarity"] == pytest.approx(1.0)
 

@@ -7,7 +7,6 @@ from transformers import PreTrainedModel
 from baselines.infllm import InfLLM
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.selective import Budget, SelectiveCache, attach, generate
-from tests.baselines.common import selections
 from tests.baselines.infllm_reference import HALF, hypers, make, run
 from tests.drawn import Pick, examples
 from tests.thin import thin
@@ -28,11 +27,13 @@ def test_the_whole_algorithm_equals_a_slow_reference(planned: bool, pick: Pick) 
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-@torch.no_grad()
 def test_attended_tokens_are_what_is_reported(llama: PreTrainedModel) -> None:
     """4 init tokens, 3 blocks of 5, a window of 20 and one to five tokens between window and blocks, every step."""
-    method = InfLLM(n_init=4, n_local=20, topk=3, block=5, budget=HALF)
-    for i, (_, selected) in enumerate(selections(llama, method, 100, 12)):
+    method, chosen = InfLLM(n_init=4, n_local=20, topk=3, block=5, budget=HALF), []
+    observers = [lambda layer, q, selected: chosen.append(selected)]
+    result = generate(llama, method, torch.tensor([tokens(100, 1)]), max_new_tokens=11, observers=observers)
+    assert len(chosen) == 10 * 3
+    for i, selected in enumerate(chosen):
         past = 100 + i // 3
         (hi,), (local,) = selected.candidates.ends, selected.local
         assert hi == 4 + 5 * ((past - 20 - 4) // 5)
@@ -41,9 +42,7 @@ def test_attended_tokens_are_what_is_reported(llama: PreTrainedModel) -> None:
         assert selected.indices.shape == (1, 1, 15)
         assert (selected.indices.view(3, 5) == selected.indices.view(3, 5)[:, :1] + torch.arange(5)).all()
         assert not ((selected.indices.view(3, 5)[:, 0] - 4) % 5).any()
-    ids = torch.tensor([tokens(100, 1)])
-    attended = generate(llama, method, ids, max_new_tokens=11).attended_tokens_all_layers
-    assert attended == 4 + 15 + 20 + 3  # one to five between, on average three
+    assert result.attended_tokens_all_layers == 4 + 15 + 20 + 3  # one to five between, on average three
 
 
 @torch.no_grad()

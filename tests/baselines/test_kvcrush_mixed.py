@@ -8,8 +8,9 @@ from transformers import PreTrainedModel
 
 from baselines.combined.kvcrush_mixed import KVCrushMixed, SplitStore
 from baselines.kvcrush import KVCrush
-from pqcache.api.drive import Session, logits, tokens
-from pqcache.selective import Budget, SelectiveCache, WatchedCall, attach
+from pqcache.api.drive import logits, tokens
+from pqcache.selective import Budget, SelectiveCache
+from pqcache.selective.layer import WatchedCall, Watcher
 from tests.baselines.drive import held, run
 
 QUARTER = {"budget": Budget(ratio=0.25), "base_options": {"n_sink": 4, "w": 8}}
@@ -57,7 +58,6 @@ def test_the_same_tokens_stay_and_only_representatives_are_coded(llama: PreTrain
         assert not torch.equal(got[coded], full[coded])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kind", KINDS[:3], ids=str)
 def test_attention_equals_a_naive_computation(llama: PreTrainedModel, kind: dict[str, Any]) -> None:
     """Softmax over everything held, decoded; rows of different length, one without representatives."""
@@ -65,32 +65,21 @@ def test_attention_equals_a_naive_computation(llama: PreTrainedModel, kind: dict
     layer: Any = cache.layers[0]
     steps = []
 
-    class Spy:
+    class Spy(Watcher):
         def watch(self, call: WatchedCall) -> None:
             if call.layer is layer and call.ctx.step.decode:
                 keys, values = layer.store.view()
                 for row, length in enumerate(layer.store.lengths):
-                    own = (x[row, :, :length].repeat_interleave(2, 0) for x in (keys, values))
-                    key, value = own
+                    key, value = (x[row, :, :length].repeat_interleave(2, 0) for x in (keys, values))
                     weights = (torch.einsum("hd,hmd->hm", call.q[row, :, 0], key) * call.ctx.scaling).softmax(-1)
                     steps.append((call.out[row, 0], torch.einsum("hm,hmd->hd", weights, value)))
 
-        def map_rows(self, index: torch.Tensor) -> None: ...
-
-    cache.watchers.append(Spy())  # type: ignore[arg-type]
-    with attach(llama):
-        session = Session(llama, cache, [tokens(150, 1), tokens(4, 2), tokens(61, 3)])
-        for token in tokens(6, 4):
-            session.step([token] * 3)
+    cache.watchers.append(Spy())
+    rows = [tokens(150, 1), tokens(4, 2), tokens(61, 3)]
+    logits(llama, cache.method, rows, [[token] * 3 for token in tokens(6, 4)], cache=cache)
     assert len(steps) == 18 and layer.store.packed.lengths[1] == 0 < min(layer.store.packed.lengths[0::2])
     for got, expected in steps:
         torch.testing.assert_close(got, expected)
-
-
-def test_without_representatives_it_is_kvcrush(llama: PreTrainedModel) -> None:
-    prompt, steps = [tokens(120, 1), tokens(40, 5)], [[t, t + 1] for t in tokens(20, 2)]
-    kind = {"rep_ratio": 0.0}
-    torch.testing.assert_close(logits(llama, small(kind), prompt, steps), logits(llama, alone(kind), prompt, steps))
 
 
 def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:

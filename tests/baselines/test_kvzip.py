@@ -7,8 +7,8 @@ from transformers import AutoConfig, PreTrainedModel
 from baselines.kvzip import LED, KVzip
 from pqcache.api.drive import tokens
 from pqcache.selective import Budget, NotApplicable
-from tests.baselines.drive import eager_probs, run
-from tests.baselines.test_ragged import TOKEN, kept
+from tests.baselines.drive import eager_probs, held, run
+from tests.baselines.test_ragged import TOKEN
 
 S, SINKS, CHUNK, QUARTER = 90, 4, 50, Budget(ratio=0.25)
 
@@ -39,9 +39,9 @@ def test_the_best_of_all_layers_stay_and_nothing_else(llama: PreTrainedModel, pr
     total = 0
     for layer, want in zip(cache.layers, best.view_as(scores), strict=True):
         heads = [[*range(SINKS), *(head.nonzero()[:, 0] + SINKS).tolist(), S, S + 1, S + 2] for head in want]
-        assert kept(layer) == heads
+        assert held(layer) == heads
         total += sum(map(len, heads)) * (TOKEN + 4) - 2 * 3 * 4
-    assert len({len(head) for layer in cache.layers for head in kept(layer)}) > 3
+    assert len({len(head) for layer in cache.layers for head in held(layer)}) > 3
     assert sum(cache.content_by_tier().values()) == total
     assert cache.resident_bytes() == {"device": total + 3 * 2 * (256 - 3) * TOKEN}
 
@@ -50,7 +50,7 @@ def test_a_turn_is_added_and_other_models_are_refused(llama: PreTrainedModel) ->
     method = KVzip(budget=QUARTER, n_sink=SINKS)
     alone, turn = (run(llama, method, S, steps=1, turn=t) for t in (0, 9))
     for one, other in zip(alone.layers, turn.layers, strict=True):
-        assert [head + list(range(S + 1, S + 10)) for head in kept(one)] == kept(other)
+        assert [head + list(range(S + 1, S + 10)) for head in held(one)] == held(other)
     for kind, why in (("gemma3_text", "sliding window"), ("gpt_oss", "sinks"), ("qwen3_next", "recurrent state")):
         with pytest.raises(NotApplicable, match=why):
             method.check_model(AutoConfig.for_model(kind))

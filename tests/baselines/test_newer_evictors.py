@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 from baselines.expected_attention import ExpectedAttention
 from baselines.keydiff import KeyDiff
 from baselines.tova import TOVA
-from pqcache.api.drive import Session, tokens
-from pqcache.selective import Budget, SelectiveCache, attach
-from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.api.drive import logits, tokens
+from pqcache.diagnostics import Capture
+from pqcache.selective import Budget, SelectiveCache
 from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
 from tests.baselines.test_evictors import D, draw_inputs
@@ -41,26 +41,14 @@ def test_keydiff_keeps_keys_that_point_elsewhere() -> None:
     assert held(OneLayer(method, k, k, 2, q=torch.randn(1, 2, 10, D)).layer) == [[2, 4, 7]]
 
 
-class Queries(Watcher):
-    """The inputs of every layer's attention module, and its values."""
-
-    def __init__(self) -> None:
-        self.calls: list[WatchedCall] = []
-
-    def watch(self, call: WatchedCall) -> None:
-        self.calls.append(call)
-
-
-@torch.no_grad()
 def test_expected_attention_is_that_of_normal_queries_at_future_positions(llama: PreTrainedModel) -> None:
     s, sinks, future = 120, 4, 16
     method = ExpectedAttention(budget=Budget(ratio=0.25), protocol="release", n_future=future, epsilon=0.01)
-    cache, watcher = SelectiveCache(llama, method), Queries()
-    cache.watchers.append(watcher)
-    with attach(llama):
-        Session(llama, cache, [tokens(s, 1)])
+    cache = SelectiveCache(llama, method)
+    cache.watchers.append(capture := Capture())
+    logits(llama, method, [tokens(s, 1)], [], cache=cache)
     chunked = run(llama, method, s, chunk=50)
-    for index, call in enumerate(watcher.calls):
+    for index, call in enumerate(capture.calls):
         module, d, h_kv = call.ctx.module, call.q.shape[3], call.k.shape[1]
         plain = module.q_proj(call.ctx.hidden[0, sinks:]).unflatten(-1, (-1, d)).transpose(0, 1)
         # rotations of the halves by position times frequency
@@ -75,8 +63,8 @@ def test_expected_attention_is_that_of_normal_queries_at_future_positions(llama:
             keys, weights = call.k[0, head, sinks:], 0
             for query in plain.unflatten(0, (h_kv, -1))[head]:
                 mean, covariance = rotation @ query.mean(0), rotation @ query.T.cov(correction=0) @ rotation.T
-                logits = keys @ mean / d**0.5 + torch.stack([key @ covariance @ key for key in keys]) / d / 2
-                weights = weights + logits.softmax(-1) + 0.01
+                scores = keys @ mean / d**0.5 + torch.stack([key @ covariance @ key for key in keys]) / d / 2
+                weights = weights + scores.softmax(-1) + 0.01
             best = (weights * call.v[0, head, sinks:].norm(dim=-1)).topk(s // 4 - sinks).indices + sinks
             kept.append([*range(sinks), *sorted(best.tolist())])
         assert held(cache.layers[index]) == held(chunked.layers[index]) == kept

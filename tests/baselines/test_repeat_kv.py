@@ -36,9 +36,7 @@ def repeated() -> PreTrainedModel:
     return model
 
 
-@pytest.mark.parametrize(
-    "name", [name if name in ("h2o", "kvcrush") else pytest.param(name, marks=pytest.mark.rest) for name in METHODS]
-)
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.rest
 def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, name: str) -> None:
     """The same tokens in every query head, the same outputs and bytes; in chunks, in batches, and after a new turn."""

@@ -20,6 +20,7 @@ from baselines.sparq import SparQ
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method
 from tests.baselines.common import random_layer
+from tests.invariants.test_bytes import capacity
 from tests.thin import thin
 
 S, TOKEN = 8192, 4096
@@ -38,10 +39,6 @@ class Worked:
     write_back: int = TOKEN
     prefill: int = S * TOKEN  # K and V, written to the host once
     index: dict[str, int] | None = None  # None: those of its parts
-
-
-def capacity(n: int) -> int:
-    return -(-n // 256) * 256
 
 
 COMPONENT = (S + 1) * 8 * 2  # one component of every key, the current token's too: 128 KiB

@@ -15,6 +15,7 @@ from pqcache import kernels
 from pqcache.api.drive import Session, tokens
 from pqcache.embedded import model_dir
 from pqcache.selective import Budget, SelectiveCache, attach
+from tests.baselines.drive import run
 from tests.drawn import Pick, drawn, examples
 from tests.invariants.cases import ARCHITECTURES
 
@@ -99,7 +100,6 @@ def test_probe_sums_equal_the_definition(switch: Any, pick: Pick) -> None:
     )
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(
     "options", [{"probes": "all"}, {}, {"norm": "full"}, {"scope": "layer"}, {"protocol": "release"}]
 )
@@ -111,11 +111,8 @@ def test_salient_tokens_are_those_of_the_definition(
     As released, each layer draws probes of its own, of which repeated ones count twice.
     """
     s, method = 140, ZipCache(**FIFTH, **options)
-    cache = SelectiveCache(llama, method)
     seen = observed(monkeypatch)
-    with attach(llama):
-        Session(llama, cache, [tokens(s, 1)])
-    store = cache.layers[1].store
+    store = run(llama, method, s).layers[1].store
     q, k = seen[store]
     probes = torch.tensor(method.layer_rule(1).positions(s))
     assert (probes.tolist() != list(method.layer_rule(0).positions(s))) == ("protocol" in options)

@@ -17,6 +17,7 @@ from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.decode import Request, generate_batch
 from pqcache.selective.method import Method
 from pqcache.selective.sampling import Sampling
+from tests.invariants.test_gpu import started, step
 from tests.thin import thin
 
 pytest.importorskip("triton")
@@ -85,16 +86,6 @@ def _frames():
         frame = frame.f_back
 
 
-def started(model: PreTrainedModel, method: Method, prompt: int = 150) -> tuple[SelectiveCache, torch.Tensor]:
-    cache = SelectiveCache(model, method, kernels="auto")
-    cache.begin([prompt])
-    return cache, step(model, cache, step(model, cache, torch.tensor([tokens(prompt, 3)])))
-
-
-def step(model: PreTrainedModel, cache: SelectiveCache, token: torch.Tensor) -> torch.Tensor:
-    return model(token, past_key_values=cache, logits_to_keep=1).logits[:, -1].argmax(-1, keepdim=True)
-
-
 def facts(cache: SelectiveCache) -> tuple:
     """What the host knows of a request, and all that lies on the device: K and V, codes."""
     ledger, lengths = cache.ledger, [layer.store.lengths for layer in cache.served]
@@ -106,14 +97,14 @@ def facts(cache: SelectiveCache) -> tuple:
 def test_recorded_steps_equal_ordinary_ones(llama: PreTrainedModel, replays: list[int], name: str) -> None:
     """Whenever the replays stop, the host knows what the device has done, and ordinary steps go on from there."""
     with attach(llama):
-        cache, token = started(llama, METHODS[name]())
+        cache, token = started(llama, METHODS[name](), 150)
         expected, known = [], []
         for _ in range(3):
             token = step(llama, cache, token)
             expected.append(token.item())
             known.append(facts(cache))
         for count in (1, 2):
-            recorded, token = started(llama, METHODS[name]())
+            recorded, token = started(llama, METHODS[name](), 150)
             steps = CapturedSteps(llama, recorded, token, 4)
             got = []
             for i in range(count):
@@ -148,7 +139,7 @@ def test_windows_are_recorded(replays: list[int], prompt: int) -> None:
 
 def test_as_many_steps_as_there_is_room_for(llama: PreTrainedModel, replays: list[int]) -> None:
     with attach(llama):
-        cache, token = started(llama, Full())
+        cache, token = started(llama, Full(), 150)
         with pytest.raises(ValueError, match="tokens=0"):
             CapturedSteps(llama, cache, token, 0)
         steps = CapturedSteps(llama, cache, token, 1)

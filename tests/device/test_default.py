@@ -9,7 +9,6 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-import pqcache
 from baselines.full import Full
 from pqcache.selective import SelectiveCache
 from pqcache.selective.support import accelerator
@@ -66,5 +65,3 @@ def test_it_is_chosen_by_device_and_type(llama: PreTrainedModel) -> None:
 def test_an_unknown_value_is_refused(llama: PreTrainedModel) -> None:
     with pytest.raises(ValueError, match="kernels=triton: allowed is torch or auto"):
         SelectiveCache(llama, Full(), kernels="triton")
-    with pytest.raises(ValueError, match="kernels='atuo': unknown; did you mean auto"):
-        pqcache.use(llama, "full", kernels="atuo")

@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.full import Full
-from pqcache.api.drive import Session, tokens
+from pqcache.api.drive import Session, logits, tokens
 from pqcache.diagnostics import ARRAYS, Capture, Measures, rerun, summarize
 from pqcache.selective import Method, SelectiveCache, attach, generate
 from pqcache.selective.evictor import EvictionPolicy
@@ -183,10 +183,7 @@ def test_a_rerun_is_the_run_on_the_same_queries(llama: PreTrainedModel) -> None:
         session_measures, again = Measures(), Measures()
         live = SelectiveCache(llama, method(name))
         live.watchers.append(session_measures)
-        with torch.no_grad(), attach(llama):
-            session = Session(llama, live, [PROMPT[0].tolist()])
-            for token in result.token_ids[:-1]:
-                session.step([token])
+        logits(llama, live.method, PROMPT.tolist(), [[token] for token in result.token_ids[:-1]], cache=live)
         rerun(capture, llama.config, method(name), [again])
         same(
             {k: x[0] for k, x in session_measures.arrays().items() if k in ARRAYS},

@@ -1,6 +1,5 @@
 """The tokenizer keeps every string as it is, and its chat form is the one of the training rows."""
 
-import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerBase
@@ -8,11 +7,6 @@ from transformers import PreTrainedTokenizerBase
 from pqcache.embedded import load_tokenizer
 
 TOKENIZER = load_tokenizer()  # hypothesis runs one example after another on it
-
-
-@pytest.fixture
-def tok() -> PreTrainedTokenizerBase:
-    return TOKENIZER
 
 
 @settings(max_examples=300, deadline=None)

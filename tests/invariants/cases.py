@@ -6,7 +6,7 @@ SETTINGS gives other options to those that need them, and a method's further set
 
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from pqcache.api.drive import SMALL as SMALLEST
 from pqcache.api.invariants import Subject
 from pqcache.registry import METHODS, method_class
-from pqcache.selective import Method, NotApplicable
+from pqcache.selective import GenerationResult, Method, NotApplicable
 from scripts import try_architectures
 
 SMALL: dict[str, Any] = {**SMALLEST, "max_position_embeddings": 2048}
@@ -222,6 +222,14 @@ class Case(Subject):
 
 CASES = [Case(name, i, hyper) for name in METHODS for i, hyper in enumerate(SETTINGS.get(name, [{}]))]
 BY_ID = {case.id: case for case in CASES}
+
+
+def same(one: GenerationResult, other: GenerationResult) -> None:
+    """In everything but their times."""
+    times = {"prefill_s", "tt2t_s", "step_s", "index_build_s", "index_work_s"}
+    for item in fields(one):
+        if item.name not in times:
+            assert getattr(one, item.name) == getattr(other, item.name), item.name
 
 
 # one of each kind of layer

@@ -33,15 +33,14 @@ def build(architecture: str) -> PreTrainedModel:
     return model
 
 
-# in `make test` over every method, and over every second one; the others over every third
-WHOLE = ("test_noop_equals_dense", "test_every_tensor_a_cache_holds_is_counted")
-HALF = ("test_generate_with_left_padding_and_beams_equals_stock", "test_chunked_prefill_equals_one_block")
+# in `make test` over every n-th method; the others over every fourth
+EVERY = {"test_noop_equals_dense": 1, "test_every_tensor_a_cache_holds_is_counted": 2}
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
-    By default it takes the first setting of every third method, or of more (WHOLE, HALF), and every fifth one of the further
+    By default it takes the first setting of every fourth method, or as EVERY says, and every fifth one of the further
     settings; other tests take the others. The rest has those that are left out, and every second first setting on
     another architecture. What a cache refuses, and how rows are fed together, depends on the method, not on the architecture:
     one is enough there.
@@ -56,7 +55,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
     again = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
     firsts, others = ([case for case in CASES if bool(case.number) == more] for more in (False, True))
-    every = 1 if test in WHOLE else 2 if test in HALF else 3
+    every = EVERY.get(test, 4)
     usual = [*firsts[number % every :: every], *others[number % 5 :: 5]]
     marked = [(case, name, case not in usual) for case, name in pairs(test)]
     marked += [(case, name, True) for case, name in again]

@@ -1,6 +1,7 @@
 """Several prompts at once: in float64 every row's answer is the one it gets alone, for every method."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from transformers import PreTrainedModel
 
 from pqcache.api.drive import logits, pad_left, tokens
 from pqcache.registry import method_class
-from pqcache.selective import NonFinite, Request, SelectiveCache, attach, generate, generate_batch, time_batch
+from pqcache.selective import Method, NonFinite, Request, SelectiveCache, attach, generate, generate_batch, time_batch
 from tests.invariants.cases import CASES, Case, each_kind, every_kind
 
 # (prompt tokens, new tokens, question tokens): rows end one after the other, and are dropped
@@ -24,10 +25,10 @@ def requests() -> list[Request]:
     ]
 
 
-def alone(model: PreTrainedModel, case: Case, one: Request) -> list[int]:
+def alone(model: PreTrainedModel, method: Method, one: Request, **more: Any) -> list[int]:
     return generate(
-        model, case.make(), torch.tensor([one.ids]), max_new_tokens=one.max_new_tokens, eos_token_ids=one.eos_token_ids,
-        stop=one.stop, question_tokens=one.question_tokens, not_first=one.not_first,
+        model, method, torch.tensor([one.ids]), max_new_tokens=one.max_new_tokens, eos_token_ids=one.eos_token_ids,
+        stop=one.stop, question_tokens=one.question_tokens, not_first=one.not_first, sampling=one.sampling, **more,
     ).token_ids  # fmt: skip
 
 
@@ -36,7 +37,7 @@ def test_rows_of_a_batch_equal_rows_alone(llama: PreTrainedModel, kind: Case) ->
     batch = requests()
     for one, result in zip(batch, generate_batch(llama, kind.make(), batch), strict=True):
         assert not isinstance(result, NonFinite)
-        assert result.token_ids == alone(llama, kind, one)
+        assert result.token_ids == alone(llama, kind.make(), one)
         assert result.prompt_tokens == len(one.ids)
         assert result.prefill_s is None and result.tt2t_s is None and not result.step_s
         assert not result.resident_bytes and result.attended_tokens is None
@@ -52,7 +53,9 @@ def test_rows_in_chunks(llama: PreTrainedModel, kind: Case) -> None:
             generate_batch(llama, kind.make(), batch, prefill_chunk=CHUNK)
         batch = [Request(tokens(61, seed), 5) for seed in (1, 2)]
     results = generate_batch(llama, kind.make(), batch, prefill_chunk=CHUNK)
-    assert [r.token_ids for r in results if not isinstance(r, NonFinite)] == [alone(llama, kind, one) for one in batch]
+    assert [r.token_ids for r in results if not isinstance(r, NonFinite)] == [
+        alone(llama, kind.make(), one) for one in batch
+    ]
 
 
 @torch.no_grad()

@@ -16,7 +16,6 @@ from pqcache.pq.fit import fit
 from pqcache.registry import METHODS
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from pqcache.selective.budget import RULES, floor_share, refreshed_to
-from pqcache.selective.column_sums import QueryWindow
 from tests.invariants.cases import CASES, Case
 from tests.thin import thin
 
@@ -152,21 +151,6 @@ def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str)
             assert now == plans
             assert {*now} == {floor_share(80 + step, 0.25)}, step
     assert case.cls(budget=Budget(ratio=0.25), **hyper).effective_rule == "prompt"
-
-
-def test_queries_see_entries_up_to_their_own_position() -> None:
-    """Entries in any order, some tokens dropped: as attention over all tokens with the dropped ones masked."""
-    generator = torch.Generator().manual_seed(0)
-    q, k = (torch.randn(1, heads, 20, 8, generator=generator, dtype=torch.float64) for heads in (4, 2))
-    held = torch.tensor([19, 0, 3, 17, 4, 18, 9])
-    window = QueryWindow(5)
-    window.push(q, [20])
-    got = window.sums_at(k[:, :, held], held.expand(1, 2, -1), [7], [20], 0.3)
-    logits_ = q[:, :, 15:] @ k.repeat_interleave(2, 1).mT * 0.3
-    at, column = torch.arange(15, 20)[:, None], torch.arange(20)
-    hidden = (column > at) | ~torch.isin(column, held)
-    want = logits_.masked_fill(hidden, -torch.inf).softmax(-1).sum(2)[..., held]
-    torch.testing.assert_close(got, want)
 
 
 def test_rules_that_a_method_is_given() -> None:

@@ -5,7 +5,6 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from transformers import PreTrainedModel
 
 from baselines.clusterkv import ClusterKV
@@ -28,11 +27,11 @@ from baselines.snapkv import SnapKV
 from baselines.sparq import SparQ
 from baselines.streaming import StreamingLLM
 from baselines.zipcache import MiKV, ZipCache
-from pqcache.api.drive import Session, tokens
 from pqcache.api.invariants import bytes_counted, walk
 from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective import Budget, Method
 from pqcache.store.buffer import Buffer
+from tests.baselines.drive import run
 from tests.invariants.cases import Case
 
 REPO = Path(__file__).resolve().parents[2]
@@ -181,17 +180,12 @@ KEPT: list[tuple[Method, int, int, int | None]] = [
 ]  # fmt: skip
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("method", "device", "host", "content"), KEPT, ids=lambda x: getattr(x, "name", ""))
 @pytest.mark.parametrize("chunk", [None, pytest.param(256, marks=pytest.mark.rest)])
 def test_resident_bytes_equal_the_closed_form(
     llama: PreTrainedModel, method: Method, device: int, host: int, content: int | None, chunk: int | None
 ) -> None:
-    cache = SelectiveCache(llama, method)
-    with attach(llama):
-        session = Session(llama, cache, [tokens(S, 1)], chunk)
-        for token in tokens(STEPS, 2):
-            session.step([token])
+    cache = run(llama, method, S, STEPS, chunk)
     held = {"device": device, "host": host} if host else {"device": device}
     assert cache.resident_bytes() == {tier: LAYERS * nbytes for tier, nbytes in held.items()}
     if content is not None:
@@ -203,14 +197,9 @@ def test_every_tensor_a_cache_holds_is_counted(model: PreTrainedModel, case: Cas
 
 
 @pytest.mark.rest
-@torch.no_grad()
 def test_slack_was_never_written(model: PreTrainedModel, case: Case) -> None:
     """Fresh buffers are zeros: what counts as slack still is, but for the place of the entry that a step has dropped."""
-    cache = SelectiveCache(model, case.make())
-    with attach(model):
-        session = Session(model, cache, [tokens(300, 1)])
-        for token in tokens(STEPS, 2):
-            session.step([token])
+    cache = run(model, case.make(), 300, STEPS)
     slack = dict.fromkeys(cache.resident_bytes(), 0)
     for layer in cache.layers:
         places = {x.untyped_storage().data_ptr(): tier for tier, kept in layer.tensors().items() for x in kept}

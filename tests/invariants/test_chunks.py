@@ -1,5 +1,6 @@
 """A prompt that is computed in chunks: the same answers, one recording for all, and never a mask of chunk by prompt."""
 
+import functools
 import importlib
 from typing import Any
 
@@ -8,51 +9,35 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from pqcache.api.drive import tokens
-from pqcache.selective import GenerationResult, Likelihood, Prefill, attach, blocks, generate, likelihood, record
+from pqcache.selective import GenerationResult, Likelihood, attach, blocks, generate, likelihood, record
 from tests.invariants.cases import CASES, Case, each_kind
 
 NEW = 8
 CHUNK = 23
-
-
-@pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
-    return torch.tensor([tokens(90, seed=3)])
-
-
-@pytest.fixture(scope="module")
-def recordings() -> dict[str, Prefill]:
-    return {}
+IDS = torch.tensor([tokens(90, seed=3)])
+in_chunks = functools.cache(functools.partial(record, input_ids=IDS, prefill_chunk=CHUNK))
 
 
 @each_kind
-def test_as_in_one_block(
-    llama: PreTrainedModel,
-    ids: torch.Tensor,
-    kind: Case,
-    recordings: dict[str, Prefill],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_as_in_one_block(llama: PreTrainedModel, kind: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(**options: Any) -> GenerationResult:
         torch.manual_seed(0)
-        return generate(llama, kind.make(), ids, max_new_tokens=NEW, **options)
+        return generate(llama, kind.make(), IDS, max_new_tokens=NEW, **options)
 
     whole = run()
     module = importlib.import_module("pqcache.selective.attach")  # the package's name for it is the function's
     monkeypatch.setattr(module, "sdpa_mask", lambda *_, **__: pytest.fail("a mask was made"))
     chunked = [run(prefill_chunk=CHUNK)]
     if not kind.sparse_prefill:
-        if not recordings:
-            recordings["in chunks"] = record(llama, ids, prefill_chunk=CHUNK)
-        chunked.append(run(prefill=recordings["in chunks"], prefill_chunk=CHUNK))
+        chunked.append(run(prefill=in_chunks(llama), prefill_chunk=CHUNK))
     for result in chunked:
         assert result.token_ids == whole.token_ids
         assert result.budget_tokens == whole.budget_tokens
         assert result.attended_tokens == pytest.approx(whole.attended_tokens)
 
 
-def test_a_recording_in_chunks_is_the_recording(llama: PreTrainedModel, ids: torch.Tensor) -> None:
-    whole, chunked = record(llama, ids), record(llama, ids, prefill_chunk=CHUNK)
+def test_a_recording_in_chunks_is_the_recording(llama: PreTrainedModel) -> None:
+    whole, chunked = record(llama, IDS), record(llama, IDS, prefill_chunk=CHUNK)
     torch.testing.assert_close(chunked.logits, whole.logits)
     for one, other in zip(chunked.calls, whole.calls, strict=True):
         torch.testing.assert_close(one.tensors(), other.tensors())
@@ -62,10 +47,10 @@ def test_a_recording_in_chunks_is_the_recording(llama: PreTrainedModel, ids: tor
 
 @pytest.mark.rest
 @each_kind
-def test_log_likelihoods_as_in_one_block(llama: PreTrainedModel, ids: torch.Tensor, kind: Case) -> None:
+def test_log_likelihoods_as_in_one_block(llama: PreTrainedModel, kind: Case) -> None:
     def run(chunk: int | None) -> Likelihood:
         torch.manual_seed(0)
-        return likelihood(llama, kind.make(), ids, first=30, prefill=80, prefill_chunk=chunk)
+        return likelihood(llama, kind.make(), IDS, first=30, prefill=80, prefill_chunk=chunk)
 
     whole, chunked = run(None), run(CHUNK)
     kind.close(torch.tensor(chunked.logprobs), torch.tensor(whole.logprobs))
@@ -73,13 +58,13 @@ def test_log_likelihoods_as_in_one_block(llama: PreTrainedModel, ids: torch.Tens
     assert len(chunked.result.step_s) == len(whole.result.step_s)
 
 
-def test_other_caches_in_chunks(llama: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_other_caches_in_chunks(llama: PreTrainedModel) -> None:
     """Inside `attach` a cache of transformers still gets its mask, also after a pass that had ours."""
     with torch.no_grad(), attach(llama):
-        whole = llama(input_ids=ids).logits[:, -1]
-        generate(llama, CASES[0].cls(), ids, max_new_tokens=2, prefill_chunk=CHUNK)
+        whole = llama(input_ids=IDS).logits[:, -1]
+        generate(llama, CASES[0].cls(), IDS, max_new_tokens=2, prefill_chunk=CHUNK)
         cache = DynamicCache(config=llama.config)
-        for block in ids.split(CHUNK, 1):
+        for block in IDS.split(CHUNK, 1):
             out = llama(input_ids=block, past_key_values=cache, use_cache=True)
     torch.testing.assert_close(out.logits[:, -1], whole)
 

@@ -1,6 +1,5 @@
 """A model whose weights accelerate keeps on the CPU and on disk: every method answers as with all of them in memory."""
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ from pqcache.api.drive import tokens
 from pqcache.selective import NotApplicable, attach, captured, generate, likelihood, record
 from pqcache.selective.calibration import Calibration
 from pqcache.selective.placement import devices, home, places
-from tests.invariants.cases import CASES, Case, every_kind
+from tests.invariants.cases import CASES, Case, every_kind, same
 from tests.invariants.conftest import build
 
 pytest.importorskip("accelerate")
@@ -20,7 +19,7 @@ NEW = 4
 ON_DISK = ("model.embed_tokens", "model.layers.1", "model.layers.2", "lm_head")
 IN_MEMORY = ("model.layers.0", "model.norm", "model.rotary_emb")
 DEVICE_MAP = {**dict.fromkeys(ON_DISK, "disk"), **dict.fromkeys(IN_MEMORY, "cpu")}
-TIMES = {"prefill_s", "tt2t_s", "step_s", "index_build_s", "index_work_s"}
+IDS = torch.tensor([tokens(70, seed=3)])
 
 
 @pytest.fixture(scope="module")
@@ -28,17 +27,6 @@ def spread(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
     folder: Path = tmp_path_factory.mktemp("model")
     build("llama").save_pretrained(folder)
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, device_map=DEVICE_MAP).eval()
-
-
-@pytest.fixture(scope="module")
-def ids() -> torch.Tensor:
-    return torch.tensor([tokens(70, seed=3)])
-
-
-def same(one: object, other: object) -> None:
-    for field in dataclasses.fields(one):  # type: ignore[arg-type]
-        if field.name not in TIMES:
-            assert getattr(one, field.name) == getattr(other, field.name), field.name
 
 
 def test_where_it_is(spread: PreTrainedModel) -> None:
@@ -49,37 +37,35 @@ def test_where_it_is(spread: PreTrainedModel) -> None:
 
 @every_kind
 @pytest.mark.rest
-def test_every_method_answers_alike(
-    llama: PreTrainedModel, spread: PreTrainedModel, kind: Case, ids: torch.Tensor
-) -> None:
+def test_every_method_answers_alike(llama: PreTrainedModel, spread: PreTrainedModel, kind: Case) -> None:
     results = []
     for model in (llama, spread):
         torch.manual_seed(0)
-        results.append(generate(model, kind.make(), ids, max_new_tokens=NEW))
+        results.append(generate(model, kind.make(), IDS, max_new_tokens=NEW))
     same(*results)
 
 
-def test_recordings_and_likelihoods(llama: PreTrainedModel, spread: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_recordings_and_likelihoods(llama: PreTrainedModel, spread: PreTrainedModel) -> None:
     method = next(case for case in CASES if case.id == "snapkv")
-    recorded = [record(model, ids, device="cpu", prefill_chunk=40) for model in (llama, spread)]
+    recorded = [record(model, IDS, device="cpu", prefill_chunk=40) for model in (llama, spread)]
     torch.testing.assert_close(recorded[1].logits, recorded[0].logits)
     answers = [
-        generate(model, method.make(), ids, max_new_tokens=NEW, prefill=prefill, prefill_chunk=40)
+        generate(model, method.make(), IDS, max_new_tokens=NEW, prefill=prefill, prefill_chunk=40)
         for model, prefill in zip((llama, spread), recorded, strict=True)
     ]
     same(*answers)
-    scored = [likelihood(model, method.make(), ids, first=50, prefill=60) for model in (llama, spread)]
+    scored = [likelihood(model, method.make(), IDS, first=50, prefill=60) for model in (llama, spread)]
     assert scored[1].logprobs == pytest.approx(scored[0].logprobs)
 
 
-def test_prepared_data_is_shared(spread: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_prepared_data_is_shared(spread: PreTrainedModel) -> None:
     whole = AutoModelForCausalLM.from_pretrained(spread.config._name_or_path, dtype=torch.float64)
     prepared = Calibration("any", tokens=8)
     assert whole.device.type == "cpu"
-    assert prepared.fingerprint(whole, ids) == prepared.fingerprint(spread, ids)
+    assert prepared.fingerprint(whole, IDS) == prepared.fingerprint(spread, IDS)
 
 
-def test_its_steps_are_not_recorded(spread: PreTrainedModel, ids: torch.Tensor) -> None:
+def test_its_steps_are_not_recorded(spread: PreTrainedModel) -> None:
     cache = captured.SelectiveCache(spread, CASES[0].cls())
     with attach(spread), pytest.raises(NotApplicable, match="cannot be recorded: the model's weights are on disk, cpu"):
-        captured.CapturedSteps(spread, cache, ids[:, :1], 4)
+        captured.CapturedSteps(spread, cache, IDS[:, :1], 4)

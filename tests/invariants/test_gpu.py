@@ -75,7 +75,7 @@ def started(model: PreTrainedModel, method: Method, s: int = 700) -> tuple[Selec
     """A prompt and two decode steps, which make and compile what later steps reuse; and the next step's input."""
     cache = SelectiveCache(model, method, kernels="auto")
     cache.begin([s])
-    token = torch.tensor([tokens(s, 3)], device="cuda")
+    token = torch.tensor([tokens(s, 3)], device=model.device)
     for _ in range(3):
         token = step(model, cache, token)
     return cache, token

@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from pqcache import kernels
 from pqcache.selective.attention import attend_ragged, partial
 from pqcache.selective.group import per_head
 from pqcache.store.ragged import RaggedStore
 from pqcache.store.resident import ResidentStore
 from tests.drawn import examples
+from tests.kernels.test_dense import expected
 from tests.thin import thin
 from tests.threads import threads
 
@@ -61,31 +61,5 @@ def test_rows_of_different_lengths(dtype: torch.dtype, newer: int) -> None:
     q = torch.randn(4, g, 1, d, generator=draw).to(dtype)
     with threads(2):
         out = attend_ragged(q, store, 0.3)
-    with kernels.plain_torch():
-        expected = attend_ragged(q.double(), store_of(store, torch.float64), 0.3)
-    torch.testing.assert_close(out.double(), expected, rtol=1e-2, atol=1e-5 if dtype == torch.float32 else 1e-2)
-
-
-def store_of(store: RaggedStore, dtype: torch.dtype) -> RaggedStore:
-    """The same store in another dtype, its rows in another order and back."""
-    wide = RaggedStore()
-    k, v = (x.to(dtype) for x in store.view())
-    wide.take(k[:, :, :-1], v[:, :, :-1], torch.arange(k.shape[2]).expand(4, 1, -1), [n - 1 for n in store.lengths])
-    last = torch.tensor(store.lengths)[:, None, None, None] - 1
-    wide.append(*(x.gather(2, last.expand(-1, 1, 1, x.shape[3])) for x in (k, v)))
-    wide.map_rows(torch.tensor([2, 0, 3, 1]))
-    wide.map_rows(torch.tensor([1, 3, 0, 2]))
-    return wide
-
-
-def test_who_is_served():
-    store = ResidentStore()
-    q, pick = torch.randn(2, 4, 1, 8), torch.zeros(2, 2, 3, dtype=torch.long)
-    store.append(torch.randn(2, 2, 20, 8), torch.randn(2, 2, 20, 8))
-    assert store.attend_in_place(q, 1, pick, 2, 1.0) is not None
-    assert store.attend_in_place(q.double(), 1, pick, 2, 1.0) is None
-    assert store.attend_in_place(q, 1, torch.zeros(2, 4, 3, dtype=torch.long), 2, 1.0) is not None  # per query head
-    with kernels.plain_torch():
-        assert store.attend_in_place(q, 1, pick, 2, 1.0) is None
-    store.lengths = [20, 19]
-    assert store.attend_in_place(q, 1, pick, 2, 1.0) is None
+    want = expected(q, *store.view(), store.lengths, 0.3)
+    torch.testing.assert_close(out.double(), want, rtol=1e-2, atol=1e-5 if dtype == torch.float32 else 1e-2)

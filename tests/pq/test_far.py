@@ -26,7 +26,7 @@ def two_stage(codes_store: str, **hyper: Any) -> TwoStage:
     return TwoStage(budget=Budget(ratio=0.25), n_sink=8, first_options={"page": 4}, second_options=second, **hyper)
 
 
-@pytest.mark.parametrize("make", [pqcache, two_stage])
+@pytest.mark.parametrize("make", thin([pqcache, two_stage], 2))
 @pytest.mark.parametrize("store", thin(["host", "resident", "block_cache"], 3))
 def test_outputs_do_not_depend_on_where_codes_lie(
     llama: PreTrainedModel, make: Callable[..., Method], store: str

@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.api.drive import Session, tokens
+from pqcache.api.drive import logits, tokens
 from pqcache.pq import PQCache, codebook
 from pqcache.pq.fit import fit
 from pqcache.pq.index import PQIndex
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget, SelectiveCache
 from pqcache.selective.retrieval import RetrievalLayer
 from pqcache.store.lanes import Lanes
 from tests.store.test_lanes import run, slow
@@ -25,10 +25,7 @@ def pqcache(**hyper: Any) -> PQCache:
 def after(model: PreTrainedModel, method: PQCache, steps: int) -> SelectiveCache:
     """The cache after a prompt of PROMPT tokens and some steps."""
     cache = SelectiveCache(model, method)
-    with attach(model), torch.no_grad():
-        session = Session(model, cache, [tokens(PROMPT, 1)])
-        for step in range(steps):
-            session.step([5 + step])
+    logits(model, method, [tokens(PROMPT, 1)], [[5 + step] for step in range(steps)], cache=cache)
     cache.wait()
     return cache
 

@@ -4,19 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
+from pqcache.api.drive import SMALL, small_model
 from pqcache.selective.calibration import Calibration
 
 
 @pytest.fixture
 def model() -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=50, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
-        max_position_embeddings=32,
-    )  # fmt: skip
-    return LlamaForCausalLM(config)
+    return small_model(AutoConfig.for_model("llama", **{**SMALL, "max_position_embeddings": 32}))
 
 
 class Counting:

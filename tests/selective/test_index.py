@@ -14,7 +14,9 @@ from pqcache.selective.retrieval import RetrievalMethod
 from tests.baselines.common import OneLayer
 
 N_SINK, SHAPE = 4, ModelShape(n_layers=1, h=4, h_kv=2, d=8)
-STORES = ("resident", "host", "block_cache")
+STORES, HEADS = ("resident", "host", "block_cache"), ("one", "kv", "query")
+OPTIONS = [{"store": store, "heads": heads} for store in STORES for heads in HEADS]
+OPTIONS += [{"mean_heads": SHAPE.h_kv}, {"mean_heads": SHAPE.h}]
 
 
 class Drawn(Index):
@@ -97,17 +99,8 @@ def reference(layer: OneLayer, q: torch.Tensor, keys: list, values: list) -> tor
     return out
 
 
-@pytest.mark.parametrize("heads", ["one", "kv", "query"])
-@pytest.mark.parametrize("store", STORES)
-def test_log_weights_enter_the_softmax(store: str, heads: str) -> None:
-    for lengths, gaps in (([60], 0), ([60], 2), ([60, 41], 1)):
-        method = Sampler(budget=Budget(ratio=0.4), store=store, heads=heads, gaps=gaps)
-        layer, given, out = one_step(method, lengths)
-        torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("mean_heads", [SHAPE.h_kv, SHAPE.h])
-def test_the_remainder_may_be_estimated_per_kv_head_or_per_query_head(mean_heads: int) -> None:
-    method = Sampler(budget=Budget(ratio=0.4), mean_heads=mean_heads)
-    layer, given, out = one_step(method, [60, 41])
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize(("lengths", "gaps"), [([60], 0), ([60], 2), ([60, 41], 1)])
+def test_log_weights_enter_the_softmax_and_the_rest_is_estimated(options: dict, lengths: list[int], gaps: int) -> None:
+    layer, given, out = one_step(Sampler(budget=Budget(ratio=0.4), gaps=gaps, **options), lengths)
     torch.testing.assert_close(out.double(), reference(layer, *given), rtol=1e-5, atol=1e-5)

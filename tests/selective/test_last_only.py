@@ -9,8 +9,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from baselines.full import Full
-from pqcache.selective import SelectiveCache, WatchedCall, attach
-from pqcache.selective.layer import Watcher
+from pqcache.diagnostics import Capture
+from pqcache.selective import SelectiveCache, attach
 from tests.invariants.cases import ARCHITECTURES
 from tests.invariants.conftest import build
 
@@ -77,19 +77,14 @@ def test_whoever_asks_for_more_gets_all_rows(llama: PreTrainedModel, kwargs: dic
 
 
 def test_the_bare_decoder_and_watched_passes_compute_all_rows(llama: PreTrainedModel) -> None:
-    class Look(Watcher):
-        def watch(self, call: WatchedCall) -> None:
-            seen.append(bool((call.out == 0).all(-1).any()))
-
-    seen: list[bool] = []
     with attach(llama):
         expected = llama(IDS, use_cache=False, logits_to_keep=1).logits
         hidden = run(llama.model, SelectiveCache(llama, Full())).last_hidden_state
         torch.testing.assert_close(llama.lm_head(hidden[:, -1:]), expected, rtol=1e-12, atol=1e-12)
         cache = SelectiveCache(llama, Full())
-        cache.watchers.append(Look())
+        cache.watchers.append(capture := Capture())
         run(llama, cache, logits_to_keep=1)
-    assert seen and not any(seen)
+    assert capture.calls and not any((call.out == 0).all(-1).any() for call in capture.calls)
 
 
 def test_a_failed_pass_leaves_the_next_one_whole(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,10 +10,10 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrainedModel
 
 from baselines import infinigen
+from pqcache.diagnostics import Capture
 from pqcache.registry import METHODS, method_class
 from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach, generate, record
 from pqcache.selective.hybrid import READS_STATES, tensors
-from pqcache.selective.layer import WatchedCall, Watcher
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.shape import served
 from pqcache.selective.sliding import SlidingLayer
@@ -187,19 +187,13 @@ def test_infinigen_speculates_with_its_own_layers_angles(
         infinigen, "rotate", lambda module, x, cos, sin: (ahead.append(cos), rotate(module, x, cos, sin))[1]
     )
 
-    class Angles(Watcher):
-        seen: list[torch.Tensor] = []
-
-        def watch(self, call: WatchedCall) -> None:
-            if call.ctx.step.decode and call.layer.layer_idx == 1:
-                self.seen.append(call.ctx.cos)
-
     one = infinigen.InfiniGen(budget=Budget(ratio=0.3), dense_layers=1)
     one.prepare(model, None, None)
     del ahead[:]
-    generate(model, one, prompt()[0][1:], max_new_tokens=4, watchers=[watcher := Angles()])
-    assert len(ahead) == len(watcher.seen) == 3
-    assert all(torch.allclose(a, b) for a, b in zip(ahead, watcher.seen, strict=True))
+    generate(model, one, prompt()[0][1:], max_new_tokens=4, watchers=[capture := Capture()])
+    seen = [call.ctx.cos for call in capture.calls if call.ctx.step.decode and call.layer.layer_idx == 1]
+    assert len(ahead) == 3
+    assert all(torch.allclose(a, b) for a, b in zip(ahead, seen, strict=True))
 
 
 @torch.no_grad()

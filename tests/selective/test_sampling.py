@@ -1,5 +1,6 @@
 """Drawn tokens: the nucleus by its definition, the distribution of what is drawn, and rows that do not see each other."""
 
+import functools
 import math
 
 import pytest
@@ -8,8 +9,9 @@ from transformers import PreTrainedModel
 
 from pqcache.api.drive import tokens
 from pqcache.registry import method_class
-from pqcache.selective import Budget, NonFinite, Request, Sampling, generate, generate_batch, record, record_batch
+from pqcache.selective import Budget, NonFinite, Request, Sampling, generate_batch, record, record_batch
 from pqcache.selective.sampling import probabilities
+from tests.invariants.test_batch import alone
 
 LOGITS = torch.tensor([1.0, -0.5, 2.0, 0.3, -30.0, 1.0])
 DRAWS = 5_000
@@ -86,16 +88,8 @@ ROWS = (
 @pytest.mark.parametrize("name", ["full", "snapkv", "pqcache"])
 @pytest.mark.rest
 def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: PreTrainedModel, name: str) -> None:
-    def method() -> object:
-        return method_class(name)(budget=Budget(ratio=0.6))
-
-    def alone(one: Request, **more: object) -> list[int]:
-        return generate(
-            llama, method(), torch.tensor([one.ids]), max_new_tokens=one.max_new_tokens, eos_token_ids=one.eos_token_ids,
-            question_tokens=one.question_tokens, not_first=one.not_first, sampling=one.sampling, **more,
-        ).token_ids  # fmt: skip
-
-    answers = [alone(one) for one in ROWS]
+    method = functools.partial(method_class(name), budget=Budget(ratio=0.6))
+    answers = [alone(llama, method(), one) for one in ROWS]
     assert answers[0] != answers[2]  # the same prompt with other numbers
     for order in ([0, 1, 2, 3], [3, 2, 1, 0]):
         batch = [ROWS[i] for i in order]
@@ -103,4 +97,4 @@ def test_an_answer_does_not_depend_on_its_batch_or_prefill(llama: PreTrainedMode
             results = generate_batch(llama, method(), batch, prefill=prefill)
             assert [None if isinstance(r, NonFinite) else r.token_ids for r in results] == [answers[i] for i in order]
     recorded = record(llama, torch.tensor([ROWS[0].ids]))
-    assert [alone(ROWS[i], prefill=recorded) for i in (2, 0)] == [answers[2], answers[0]]
+    assert [alone(llama, method(), ROWS[i], prefill=recorded) for i in (2, 0)] == [answers[2], answers[0]]

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from pqcache.selective.attention import partial
-from pqcache.store.chosen import compacted
 from tests.baselines.coded_stores import METHODS, store_of
 from tests.drawn import drawn
 from tests.thin import thin
@@ -24,12 +23,19 @@ def chosen(length: int, m: int, n: int, heads: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", thin(METHODS, 2))
-@pytest.mark.parametrize(("steps", "n", "d"), [(5, 1, 64), pytest.param(0, 2, 16, marks=pytest.mark.rest)])
+@pytest.mark.parametrize(  # of 140 tokens and 5 newer ones the newest are chosen, or none of the 5
+    ("steps", "n", "d", "end"),
+    [
+        (5, 1, 64, 145),
+        pytest.param(5, 1, 16, 140, marks=pytest.mark.rest),
+        pytest.param(0, 2, 16, 140, marks=pytest.mark.rest),
+    ],
+)
 def test_equals_attention_over_decoded_tokens(
-    monkeypatch: pytest.MonkeyPatch, name: str, steps: int, n: int, d: int
+    monkeypatch: pytest.MonkeyPatch, name: str, steps: int, n: int, d: int, end: int
 ) -> None:
     store = store_of(METHODS[name], [140] * n, steps, seed=3, d=d)
-    positions, q = chosen(140 + steps, 50, n, 2), drawn(7, n, 6, 1, d)
+    positions, q = chosen(end, 50, n, 2), drawn(7, n, 6, 1, d)
     seen: list[torch.Tensor] = []
     monkeypatch.setattr(store, "observe_step", lambda q, lse, scaling: seen.append(lse))
     got = store.attend_in_place(q, 0, positions, 0, d**-0.5)
@@ -45,11 +51,3 @@ def test_equals_attention_over_decoded_tokens(
 def test_rows_that_differ_are_not_served() -> None:
     store = store_of(METHODS["zipcache"], [140, 120], 0, seed=4)
     assert store.attend_in_place(drawn(7, 2, 4, 1, 16), 0, chosen(120, 20, 2, 2), 0, 0.25) is None
-
-
-def test_compacted_keeps_the_order_of_every_head() -> None:
-    values = torch.tensor([[[5, 6, 7, 8], [1, 2, 3, 4]]])
-    inside = torch.tensor([[[True, False, True, True], [False, False, True, False]]])
-    out, counts = compacted(values, inside)
-    assert out.tolist() == [[[5, 7, 8], [3, 0, 0]]] and counts.tolist() == [[3, 1]]
-    assert compacted(values, inside & False)[0].shape == (1, 2, 0)

@@ -111,13 +111,3 @@ def test_attention_by_tiles_equals_attention_over_everything_decoded(pick: Pick)
     got = attend_coded(q, store, 0.5, size)
     torch.testing.assert_close(got.out, want.out, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(got.lse, want.lse, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("everything", [False, True])
-def test_packing_everything_ignores_the_schedule(everything: bool) -> None:
-    store = PackedStore(*(PackedStream(TokenCodec(4), KeepNewest(50)) for _ in "kv"))
-    x = drawn(0, 2, H_KV, 30, D)
-    store.load(x, x, [30, 20])
-    store.pack(everything)
-    assert store.k.body == ([30, 20] if everything else [0, 0])
-    assert store.k.tails == ([0, 0] if everything else [30, 20])
