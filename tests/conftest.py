@@ -13,7 +13,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not Path("/dev/nvidiactl").exists():  # a folder's own conftest may import triton before the first folder is collected
+if not Path(
+    "/dev/nvidiactl"
+).exists():  # a folder's own conftest may import triton before the first folder is collected
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest

@@ -6,9 +6,9 @@ from transformers import PreTrainedModel
 from baselines.full import Full
 from baselines.retroinfer import RetroInfer
 from pqcache.api.drive import Session, tokens
+from pqcache.diagnostics import Capture
 from pqcache.selective import Budget, SelectiveCache, attach
 from tests.baselines.drive import run
-from tests.baselines.test_newer_evictors import Queries
 
 S, SINKS, LOCAL, SIZE, UPDATE = 204, 4, 9, 4, 8
 
@@ -28,7 +28,7 @@ def clusters(x: torch.Tensor, c: int, rounds: int = 10) -> list[torch.Tensor]:
 @torch.no_grad()
 def test_zones_of_a_step(llama: PreTrainedModel) -> None:
     method = RetroInfer(budget=Budget(ratio=0.2), tokens_per_cluster=SIZE, recent=LOCAL, n_sink=SINKS, update=UPDATE)
-    cache, watcher, ends = SelectiveCache(llama, method), Queries(), []
+    cache, watcher, ends = SelectiveCache(llama, method), Capture(), []
     with attach(llama):
         session = Session(llama, cache, [tokens(S, 1)])
         cache.watchers.append(watcher)
