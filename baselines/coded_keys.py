@@ -21,6 +21,7 @@ import torch
 
 from pqcache import kernels
 from pqcache.selective.column_sums import accumulator_dtype
+from pqcache.selective.group import products
 from pqcache.selective.index import Index
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -73,7 +74,7 @@ class CodedKeyIndex(Index):
         if (codes := self._readable(q)) is not None:
             return kernels.packed.scores(q, codes.part(lo, hi), ctx.scaling)
         tiles = [self.codec.tile(at, min(at + TILE, hi)) for at in range(lo, hi, TILE)]
-        return torch.cat([products(q, keys) for keys in tiles], -1) * ctx.scaling
+        return torch.cat([products(q.float(), keys) for keys in tiles], -1) * ctx.scaling
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         q, codes = self.asked(q), self._readable(q)
@@ -81,7 +82,7 @@ class CodedKeyIndex(Index):
             chosen = gathered(codes, indices.clamp_min(0).expand(-1, h_kv, -1))
             if chosen is not None:
                 return kernels.packed.scores(q, chosen, ctx.scaling)
-        return products(q, self.codec.take(indices, self.layer.shape.group)) * ctx.scaling
+        return products(q.float(), self.codec.take(indices, self.layer.shape.group)) * ctx.scaling
 
     def _readable(self, q: torch.Tensor) -> Codes | None:
         """The codes, where a kernel reads them."""
@@ -96,12 +97,6 @@ class CodedKeyIndex(Index):
             return q
         self.rotation = random_matrix(q.shape[-1], "rotation", q.device)
         return q.to(accumulator_dtype(q)) @ self.rotation.mT.to(accumulator_dtype(q))
-
-
-def products(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """q (n, h, 1, d), keys (n, h_kv or h, m, d) -> q . key in fp32, (n, h, m)."""
-    n, h, _, d = q.shape
-    return (q.float().view(n, keys.shape[1], -1, d) @ keys.float().mT).view(n, h, -1)
 
 
 @dataclass(kw_only=True)

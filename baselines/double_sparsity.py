@@ -83,13 +83,13 @@ class LabelIndex(CodedKeyIndex):
     """The label cache of one layer: the heavy channels of every key, in few bits; H is h_kv, or h with per_query_head."""
 
     counted = ("channels",)
+    channels: torch.Tensor  # (H, r), a constant of the model; set by `build`
     scope = "candidates"
 
     def __init__(self, method: DoubleSparsity) -> None:
         codec = ExactCodec() if method.label_bits == 16 else TokenCodec(method.label_bits)
         super().__init__(codec, str(method.reduce))
         self.method = method
-        self.channels: torch.Tensor | None = None  # (H, r), a constant of the model
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         if ctx.module not in self.method.channels:
@@ -99,13 +99,11 @@ class LabelIndex(CodedKeyIndex):
 
     def keyed(self, keys: torch.Tensor) -> torch.Tensor:
         """The heavy channels of keys (n, h_kv or H, m, d), each head's own: (n, H, m, r)."""
-        assert self.channels is not None
         keys = per_head(keys, self.channels.shape[0])
         return keys.gather(3, self.channels[None, :, None].expand(*keys.shape[:3], -1))
 
     def asked(self, q: torch.Tensor) -> torch.Tensor:
         """q (n, h, 1, d) -> what is multiplied with labels (n, h, 1, r)."""
-        assert self.channels is not None
         heavy = self.keyed(q.unflatten(1, (self.channels.shape[0], -1))[..., 0, :]).flatten(1, 2)[:, :, None]
         rounds = self.method.round_query and self.method.label_bits < 16
         return rounded(heavy, self.method.label_bits) if rounds else heavy

@@ -17,7 +17,6 @@ Deviations:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -170,7 +169,7 @@ class H2O(EvictionMethod):
 
     def capacity(self, plan: Plan) -> int:
         """As planned; a prompt of sinks alone leaves room for one token more, so that no sink is evicted."""
-        return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.total, plan.sinks + 1)
+        return max(super().capacity(plan), plan.total, plan.sinks + 1)
 
     def local(self, plan: Plan) -> int:
         """Newest tokens that a decode step may not drop."""

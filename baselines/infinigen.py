@@ -39,7 +39,7 @@ from pqcache.kernels.scaling import capped
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
-from pqcache.selective.group import group_reduce, top_tokens
+from pqcache.selective.group import group_reduce, products, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.placement import home
@@ -122,10 +122,10 @@ class SpeculativeIndex(Index):
 
     per_row = ("partial",)
     counted = ("basis",)
+    basis: torch.Tensor  # (h_kv, d, r), a constant of the model: it has no rows; set by `build`
 
     def __init__(self, method: InfiniGen) -> None:
         self.method, self.reduce = method, str(method.reduce)
-        self.basis: torch.Tensor | None = None  # (h_kv, d, r), a constant of the model: it has no rows
         self.partial: Buffer | None = None  # (n, h_kv, capacity, r), as the keys
         self.choice: Selection | None = None  # of the step that is running
 
@@ -147,7 +147,6 @@ class SpeculativeIndex(Index):
 
     def _project(self, k: torch.Tensor) -> torch.Tensor:
         """(n, h_kv, t, d) -> (n, h_kv, t, r), rounded as the keys are."""
-        assert self.basis is not None
         return (k.detach().to(self.basis.dtype) @ self.basis).to(k.dtype)
 
     def on_previous_input(self, ctx: LayerContext) -> None:
@@ -177,16 +176,13 @@ class SpeculativeIndex(Index):
 
     def speculated(self, q: torch.Tensor) -> torch.Tensor:
         """q A over the kept columns, for q (n, h, 1, d): (n, h, 1, r)."""
-        assert self.basis is not None
         n, h, _, d = q.shape
         return (q.to(self.basis.dtype).view(n, -1, h // self.basis.shape[0], d) @ self.basis).view(n, h, 1, -1)
 
     def speculated_logits(self, q: torch.Tensor, lo: int, hi: int, scaling: float) -> torch.Tensor:
         """q A . k A over the kept columns, for q (n, h, 1, d) and positions lo .. hi-1: (n, h, hi - lo)."""
         assert self.partial is not None
-        partial, keys = self.speculated(q), self.partial.data[:, :, lo:hi]
-        n, h, _, r = partial.shape
-        return (partial.view(n, keys.shape[1], -1, r) @ keys.to(partial.dtype).mT).view(n, h, -1) * scaling
+        return products(self.speculated(q), self.partial.data[:, :, lo:hi]) * scaling
 
     def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:
         """With alpha: as many tokens as a head has within alpha of its best, mean over heads, and at most cand.k[r]."""

@@ -71,6 +71,7 @@ def largest_attention(q: torch.Tensor, k: torch.Tensor, lo: int, hi: int, scalin
 class RepeatLayer(SelectiveLayer):
     """One layer of the pass that repeats the prompt. It attends to the prompt's K and V and keeps nothing but scores."""
 
+    counted = ("scores",)
     part: tuple[int, int]  # positions that are repeated; set before each pass
 
     def __init__(self, layer_idx: int, shape: ModelShape, k: torch.Tensor, v: torch.Tensor, sinks: int) -> None:
@@ -92,9 +93,6 @@ class RepeatLayer(SelectiveLayer):
         return (
             attend_exactly(q, keys, values, None, ctx.scaling) if exact else lower_right(q, keys, values, ctx.scaling)
         )
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {"device": [self.scores]}
 
 
 class ZipLayer(RaggedLayer):

@@ -17,6 +17,7 @@ from typing import ClassVar, Literal
 import torch
 
 from pqcache.selective.budget import Plan, floor_share, partition_plan
+from pqcache.selective.group import products
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -30,20 +31,13 @@ class ExactIndex(Index):
         self.reduce, self.scope = method.reduce, method.scope
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        return self._products(q, self.layer.store.keys(lo, hi), ctx)
+        return products(q.float(), self.layer.store.keys(lo, hi)) * ctx.scaling
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         return self.choose_by_products(q.float(), self.layer.store.keys(*self.span(cand)), cand, h_kv, ctx.scaling)
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        return self._products(q, self.layer.store.keys_at(indices, self.layer.shape.group), ctx)
-
-    @staticmethod
-    def _products(q: torch.Tensor, keys: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        """q (n, h, 1, d), keys (n, h_kv or h, m, d) -> (n, h, m) fp32."""
-        n, h, _, d = q.shape
-        grouped = q.view(n, keys.shape[1], -1, d).float()
-        return (grouped @ keys.float().transpose(-1, -2)).view(n, h, -1) * ctx.scaling
+        return products(q.float(), self.layer.store.keys_at(indices, self.layer.shape.group)) * ctx.scaling
 
 
 @dataclass(kw_only=True)

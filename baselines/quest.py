@@ -26,7 +26,7 @@ from pqcache import kernels
 from pqcache.fields import Positive, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan
-from pqcache.selective.group import Reduce, group_reduce, top_tokens
+from pqcache.selective.group import Reduce, group_reduce, products, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -40,10 +40,8 @@ def page_bound(q: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.
 
     q (n, h, 1, d), low and high (n, h_kv, pages, d). The larger product takes the maximum where q_c > 0, else the minimum.
     """
-    n, h, _, d = q.shape
-    grouped = q.float().view(n, low.shape[1], -1, d)
-    bound = grouped.clamp_min(0) @ high.float().transpose(-1, -2) + grouped.clamp_max(0) @ low.float().transpose(-1, -2)
-    return bound.view(n, h, -1)
+    q = q.float()
+    return products(q.clamp_min(0), high) + products(q.clamp_max(0), low)
 
 
 class PageIndex(Index):

@@ -81,11 +81,9 @@ def nearest(x: torch.Tensor, means: torch.Tensor) -> torch.Tensor:
 
 def moved(x: torch.Tensor, means: torch.Tensor, codes: torch.Tensor, unit: bool = False) -> torch.Tensor:
     """Each cluster's mean, of length 1 if `unit`; an empty one stays: x (G, t, d), codes (G, t), means (G, C, d)."""
-    groups, c = len(means), means.shape[1]
-    flat = (codes + torch.arange(groups, device=codes.device)[:, None] * c).reshape(-1)
-    counts = torch.bincount(flat, minlength=groups * c).view(groups, c, 1)
-    new = summed(x.flatten(0, 1), flat, groups * c).view_as(means) / counts.clamp_min(1)
-    return torch.where(counts > 0, F.normalize(new, dim=-1) if unit else new, means)
+    sums, counts = summed(x, codes, means.shape[1])
+    new = sums / counts.clamp_min(1)[..., None]
+    return torch.where(counts[..., None] > 0, F.normalize(new, dim=-1) if unit else new, means)
 
 
 class WaveIndex(Index):

@@ -23,7 +23,7 @@ from pqcache.fields import Positive
 from pqcache.kernels.scaling import capped
 from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan, floor_share, partition_plan
-from pqcache.selective.group import top_tokens
+from pqcache.selective.group import marks, per_head, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod
@@ -64,20 +64,20 @@ class ComponentIndex(Index):
     """A second copy of one layer's keys, component by component, and the mean of all values."""
 
     per_row = ("components", "written", "mean")
+    components: Buffer  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident; made by `build`
     scope = "all"  # the softmax runs over every past token, the current one included
 
     def __init__(self, method: SparQ) -> None:
         self.method = method
         self.reduce = str(method.reduce)
         self.on_host = () if method.store == "resident" else ("components",)
-        self.components: Buffer | None = None  # (n, h_kv * d, capacity), as the keys; on the host unless store=resident
         self.written: list[int] = []  # columns of it, per row
         self.mean: torch.Tensor | None = None  # (n, h_kv, d) fp32: mean of all values, with reallocate
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         n, h_kv, _, d = k.shape
         where = torch.device("cpu") if self.method.store != "resident" else k.device
-        if self.components is None:
+        if not self.written:
             self.components = Buffer(n, h_kv * d, (), k.dtype, where, pinned=True)
             self.written = [0] * n
         self.components.reserve(max(lengths) + 1)
@@ -95,7 +95,6 @@ class ComponentIndex(Index):
         return [True] * n
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        assert self.components is not None
         new = k.detach().transpose(2, 3).flatten(1, 2)  # (n, h_kv * d, 1)
         self.components.write(
             new.to(self.components.data.device), [length - 1 for length in lengths], [1] * len(lengths)
@@ -112,7 +111,6 @@ class ComponentIndex(Index):
 
     def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
         """Unless store=resident, the chosen components of all keys cross from the host: they depend on q."""
-        assert self.components is not None
         data = self.components.data
         n, h_kv, d = q.shape[0], self.layer.shape.h_kv, q.shape[3]
         chosen = largest_components(q, h_kv, self.method.r)
@@ -124,7 +122,6 @@ class ComponentIndex(Index):
 
     def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         """The chosen components of the keys at these positions alone."""
-        assert self.components is not None
         data = self.components.data
         n, h_kv, d = q.shape[0], self.layer.shape.h_kv, q.shape[3]
         heads = max(h_kv, indices.shape[1])
@@ -150,16 +147,13 @@ class ComponentIndex(Index):
         ends = torch.tensor(cand.ends, device=q.device)[:, None, None]
         column = torch.arange(m, device=q.device)
         forced = ((column < cand.sinks) | (column >= ends)).expand(n, h, m)
-        marks = torch.zeros((n, chosen.indices.shape[1], m + 1), dtype=torch.bool, device=q.device)
-        marks = marks.scatter_(2, chosen.indices + 1, True)[..., 1:]  # -1, padding, falls on column 0
-        attended = forced | marks.repeat_interleave(h // marks.shape[1], dim=1)
+        attended = forced | per_head(marks(chosen.indices, m), h)
         share = probs.masked_fill(~attended, 0).sum(-1)
         whole = torch.tensor([k == hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)], device=q.device)
         return Selection(chosen.indices, chosen.padded, torch.where(whole[:, None], 1.0, share), self.mean)
 
     def _by_kernel(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection | None:
         """The top-k where a kernel reads the components from where they are stored; None if none serves."""
-        assert self.components is not None
         data = self.components.data
         if self.method.store != "resident" or not q.dtype == data.dtype == torch.float32:
             return None

@@ -13,7 +13,6 @@ Deviations:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
@@ -80,9 +79,6 @@ class StreamingLLM(EvictionMethod):
         n_sink = self.n_sink or 0
         return n_sink if self.protocol == "aligned" else min(n_sink, max(0, total - 1))
 
-    def capacity(self, plan: Plan) -> int:
-        return sys.maxsize if self.budget.is_everything else super().capacity(plan)
-
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
         """Each row's oldest token after the sinks."""
         assert layer.positions is not None
@@ -123,7 +119,6 @@ class RollingLayer(EvictionLayer):
         if self.coming is not None:
             self.make_room(store, self.coming)
         if self.positions is not None:
-            assert store.k is not None
             rank = torch.arange(store.k.capacity, device=store.k.data.device)[None]
             store.k.data = rope.rotate(self.module, store.k.data, *rope.tables(self.rotary, store.k.data, rank))
         return store
@@ -135,7 +130,7 @@ class RollingLayer(EvictionLayer):
             newest = max(0, min(length - plan.sinks, self.method.capacity(plan) - plan.sinks - new))
             slots.append(torch.tensor([*range(plan.sinks), *range(length - newest, length)]))
             counts.append(len(slots[-1]))
-        assert self.positions is not None and store.k is not None
+        assert self.positions is not None
         heads = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)[:, None].to(store.k.data.device)
         heads = heads.expand(-1, store.k.data.shape[1], -1)
         positions = self._positions(store.lengths).gather(-1, heads)

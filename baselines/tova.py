@@ -13,7 +13,6 @@ Deviations:
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
@@ -89,7 +88,7 @@ class TOVA(EvictionMethod):
         return True
 
     def capacity(self, plan: Plan) -> int:
-        return sys.maxsize if self.budget.is_everything else max(super().capacity(plan), plan.sinks + 1)
+        return max(super().capacity(plan), plan.sinks + 1)
 
     def victim(self, layer: EvictionLayer) -> Lightest:
         """The entry with the smallest mean weight in this step, outside sinks and newest tokens; the same for all heads."""

@@ -47,11 +47,6 @@ def _plusplus(x: torch.Tensor, c: int, seed: int, distance: str) -> torch.Tensor
     return torch.cat(chosen, 1)
 
 
-def nearest(x: torch.Tensor, centroids: torch.Tensor, distance: str) -> torch.Tensor:
-    """Each key's cluster, ties to the lowest: x (G, N, d), centroids (G, C, d) -> (G, N)."""
-    return cluster_points(x, distance).codes(centroids)
-
-
 class _Points:
     """Keys x (G, N, d) fp32, brought once into the form in which a round compares them with its centroids."""
 
@@ -66,7 +61,7 @@ class _Points:
             self.x = F.pad(x, (0, 1))
 
     def codes(self, centroids: torch.Tensor) -> torch.Tensor:
-        """The cluster of each key (G, N), by centroids (G, C, d)."""
+        """The cluster of each key (G, N), by centroids (G, C, d); ties to the lowest."""
         if self.distance == "cosine":
             centroids = _unit(centroids)
         elif self.middle is not None:
@@ -78,11 +73,9 @@ class _Points:
 
     def round(self, centroids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """The same, (G, N), and each cluster's mean (G, C, d) and size (G, C). The mean of an empty cluster has no meaning."""
-        codes, c = self.codes(centroids), centroids.shape[1]
-        flat = (codes + torch.arange(len(codes), device=codes.device)[:, None] * c).reshape(-1)
-        sums = summed(self.keys.flatten(0, 1), flat, len(codes) * c)
-        counts = torch.bincount(flat, minlength=len(codes) * c).view(len(codes), c)
-        return codes, sums.view_as(centroids) / counts.clamp_min(1)[..., None], counts
+        codes = self.codes(centroids)
+        sums, counts = summed(self.keys, codes, centroids.shape[1])
+        return codes, sums / counts.clamp_min(1)[..., None], counts
 
 
 class _NativePoints(_Points):

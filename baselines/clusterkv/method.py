@@ -34,7 +34,7 @@ from pqcache import kernels
 from pqcache.fields import Positive, Whole, added
 from pqcache.kernels.scaling import capped
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import Reduce, group_reduce
+from pqcache.selective.group import Reduce, group_reduce, per_head, products
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.retrieval import RetrievalMethod, RetrievalStore
@@ -57,12 +57,12 @@ class ClusterIndex(Index):
     """Clusters of one layer's keys after the sinks. `order` lists positions cluster by cluster, ascending inside each."""
 
     per_row = ("centroids", "sizes", "order", "counts", "ends", "windows", "chosen")
+    centroids: torch.Tensor  # (n, h_kv, C, d), fp16 for 16-bit keys, else fp32; made by `build`
+    sizes: torch.Tensor  # (n, h_kv, C) int32, 0 behind a row's last cluster
+    order: torch.Tensor  # (n, h_kv, tokens) int32
 
     def __init__(self, method: ClusterKV) -> None:
         self.method = method
-        self.centroids: torch.Tensor | None = None  # (n, h_kv, C, d), fp16 for 16-bit keys, else fp32
-        self.sizes: torch.Tensor | None = None  # (n, h_kv, C) int32, 0 behind a row's last cluster
-        self.order: torch.Tensor | None = None  # (n, h_kv, tokens) int32
         # clusters chosen in the last steps (n, H, C) bool, where a cache holds their tokens
         self.chosen: list[torch.Tensor] = []
         self.counts: list[int] = []  # clusters per row
@@ -72,7 +72,7 @@ class ClusterIndex(Index):
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         """Cluster the tokens that have no cluster: the prompt, or a later turn and the generated tokens before it."""
         method, n, h_kv, d = self.method, k.shape[0], k.shape[1], k.shape[3]
-        if self.centroids is None:
+        if not self.counts:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
             self.centroids = torch.zeros((n, h_kv, 0, d), dtype=dtype, device=k.device)
             self.sizes = torch.zeros((n, h_kv, 0), dtype=torch.int32, device=k.device)
@@ -103,7 +103,6 @@ class ClusterIndex(Index):
 
     def _add(self, blocks: list[torch.Tensor], clusters: list[int], ctx: LayerContext) -> None:
         """Give row r's next tokens, keys blocks[r] (h_kv, t, d), clusters[r] clusters of their own."""
-        assert self.centroids is not None and self.sizes is not None and self.order is not None
         sink, facts = self.method.n_sink, ctx.cache.ledger.facts
         width = max(a + b for a, b in zip(self.counts, clusters, strict=True)) - self.sizes.shape[2]
         longer = max(end - sink + b.shape[1] for end, b in zip(self.ends, blocks, strict=True)) - self.order.shape[2]
@@ -138,12 +137,8 @@ class ClusterIndex(Index):
 
     def weights(self, q: torch.Tensor, h_kv: int, scaling: float) -> torch.Tensor:
         """Ranking weights of clusters, q . centroid (section III-C): (n, h, C), or (n, h_kv, C) reduced over the group."""
-        assert self.centroids is not None and self.sizes is not None
-        n, h, _, d = q.shape
-        group, mode = h // h_kv, str(self.method.reduce)
-        logits = (q.float().view(n, h_kv, group, d) @ self.centroids.float().transpose(2, 3)).view(n, h, -1) * scaling
-        logits = capped(logits, scaling)
-        sizes = self.sizes.repeat_interleave(group, dim=1)
+        mode, sizes = str(self.method.reduce), per_head(self.sizes, q.shape[1])
+        logits = capped(products(q.float(), self.centroids) * scaling, scaling)
         if mode.endswith("softmax"):  # the weight of one token of the cluster, as if all its keys were the centroid
             logits = (logits - torch.logsumexp(logits + sizes.log(), -1, keepdim=True)).exp()
             mode = mode.replace("softmax", "logit")
@@ -151,7 +146,6 @@ class ClusterIndex(Index):
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
         """Clusters in descending rank, the last one cut where the budget ends."""
-        assert self.sizes is not None and self.order is not None
         weights = self.weights(q, h_kv, ctx.scaling)
         n, heads, _ = weights.shape
         rank = weights.argsort(dim=-1, descending=True, stable=True)
@@ -178,7 +172,6 @@ class ClusterIndex(Index):
 
     def _tokens(self, rank: torch.Tensor, spans: tuple[torch.Tensor, torch.Tensor], k: list[int]) -> torch.Tensor:
         """The tokens of the first clusters in rank, k[r] of row r: (n, H, max(k)), any positions behind a row's last one."""
-        assert self.order is not None
         if kernels.native(rank, self.order):
             return kernels.positions.cluster_tokens(rank, *spans, self.order, k)
         n, heads, _ = rank.shape
@@ -193,7 +186,6 @@ class ClusterIndex(Index):
 
     def _spans(self, cand: Candidates) -> tuple[torch.Tensor, torch.Tensor]:
         """Where each cluster's candidates begin in `order`, and how many there are: (n, h_kv, C) int64."""
-        assert self.sizes is not None and self.order is not None
         sizes = self.sizes.long()
         starts = sizes.cumsum(-1) - sizes
         all_of_them = all(hi == max(end, cand.sinks) for hi, end in zip(cand.ends, self.ends, strict=True))

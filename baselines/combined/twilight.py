@@ -25,7 +25,6 @@ import torch
 from pqcache.fields import Part
 from pqcache.selective.index import Candidates, Selection
 from pqcache.selective.layer import LayerContext
-from pqcache.selective.shape import ModelShape
 from pqcache.store.transfer import table
 
 from .two_stage import TwoStage, TwoStageIndex, ascending
@@ -71,6 +70,7 @@ class Twilight(TwoStage):
     released: ClassVar[str] = "tsinghua-ideal/Twilight: twilight/pyimpl"
     own_rule: ClassVar[str] = "prompt"  # the budget is an upper bound
     paper_dense_layers: ClassVar[int] = 2
+    index_class: ClassVar[type[TwoStageIndex]] = TwilightIndex
     shortlist: ClassVar[float] = 1.0  # type: ignore[misc]
 
     # retrieval method whose index estimates the weights
@@ -87,7 +87,3 @@ class Twilight(TwoStage):
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), recent_ratio=(0.5, 0.0), reduce=("sum_softmax", "none"))
-
-    def make_index(self, layer_idx: int, shape: ModelShape) -> TwilightIndex:
-        first, second = (part.make_index(layer_idx, shape) for part in (self.shortener, self.ranker))
-        return TwilightIndex(self, first, second)

@@ -200,6 +200,7 @@ class TwoStage(ComposedMethod, RetrievalMethod):
     name: ClassVar[str] = "two_stage"
     released: ClassVar[str] = "that of each stage"
     shortens: ClassVar[bool] = False
+    index_class: ClassVar[type[TwoStageIndex]] = TwoStageIndex
 
     # retrieval method whose index makes the shortlist
     first: str = "quest"
@@ -253,4 +254,4 @@ class TwoStage(ComposedMethod, RetrievalMethod):
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> TwoStageIndex:
         first, second = (part.make_index(layer_idx, shape) for part in (self.shortener, self.ranker))
-        return TwoStageIndex(self, first, second)
+        return self.index_class(self, first, second)

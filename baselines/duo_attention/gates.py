@@ -40,9 +40,6 @@ class GateLayer(SelectiveLayer):
         gate = per_head(self.gate.clamp(0, 1)[None], q.shape[1])[0, :, None].to(q)
         return gate * self.full.to(q.device) + (1 - gate) * near
 
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return {}
-
 
 def with_passkeys(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     """A text (t,) of the same length: KEYS passkeys in its beginning, and at its end once more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from pqcache.selective.attention import attend_rows
-from pqcache.store.base import Store, joined
+from pqcache.store.base import Store
 from pqcache.store.buffer import take_tokens, write_each
 from pqcache.store.resident import ResidentStore
 
@@ -14,6 +14,8 @@ Window = tuple[int, int]  # sinks and newest tokens of a streaming head
 
 class DuoStore(Store):
     """K and V of rows of one KV head. Those with a window hold no more than it; the others grow."""
+
+    counted = ("parts",)
 
     def __init__(self, windows: list[Window | None]) -> None:
         self.windows, self.parts = windows, (ResidentStore(), ResidentStore())  # of retrieval and of streaming heads
@@ -85,6 +87,3 @@ class DuoStore(Store):
             if rows:
                 part.map_rows(torch.tensor([rows.index(i) for i in order if i in rows]))
         self.windows, self.oldest = [self.windows[i] for i in order], [self.oldest[i] for i in order]
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        return joined(*(part.tensors() for part in self.parts))

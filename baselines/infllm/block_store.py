@@ -43,10 +43,6 @@ class BlockStore(RowState):
             self.blocks.data[row, 0, first : first + count, i] = new.to(self.blocks.data.device)
         self.counts[row] += count
 
-    def reserve(self, blocks: int) -> None:
-        """Make room for `blocks` blocks per row at once."""
-        self.blocks.reserve(blocks)
-
     def take(self, ids: torch.Tensor, rows: Sequence[int], heads: int) -> tuple[torch.Tensor, torch.Tensor]:
         """K, V of blocks `ids` (n', 1 or h, k) of rows `rows`: (n', h_kv or h, k * block, d); any values for padding (-1).
 

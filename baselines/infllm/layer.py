@@ -11,6 +11,7 @@ from pqcache.selective import rope
 from pqcache.selective.attention import Part, merge, partial, with_sinks
 from pqcache.selective.column_sums import accumulator_dtype, add_column_sums
 from pqcache.selective.dense import dense_prefill, prefill_and_sum
+from pqcache.selective.group import marks
 from pqcache.selective.index import Candidates, Selected
 from pqcache.selective.layer import LayerContext, SelectiveLayer, Step
 from pqcache.selective.shape import ModelShape
@@ -225,9 +226,8 @@ class InfLLMLayer(SelectiveLayer):
         tokens = fmean(attended)
         union = None
         if ids is not None and memory.units > 1:
-            marks = ids.new_zeros((len(edges), self.shape.h_kv, 1 + max(memory.blocks.counts)))
-            marks.scatter_(2, (ids + 1).view(len(edges), self.shape.h_kv, -1), 1)  # padding, -1, falls on column 0
-            distinct = marks[..., 1:].sum(-1, dtype=torch.float32).mean() * block
+            chosen = marks(ids.reshape(len(edges), self.shape.h_kv, -1), max(memory.blocks.counts))
+            distinct = chosen.sum(-1, dtype=torch.float32).mean() * block
             union = tokens - fmean(taken) + distinct
         ctx.cache.ledger.attend(self.layer_idx, tokens, selecting=True, union=union)
         if ctx.cache.observers or ctx.cache.watchers:

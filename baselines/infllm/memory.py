@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from pqcache.selective import rope
+from pqcache.selective.attention import row_mask
 from pqcache.selective.budget import Plan
 from pqcache.selective.column_sums import accumulator_dtype
 from pqcache.selective.group import top_tokens
@@ -160,7 +161,7 @@ class BlockMemory(RowState):
         """Make room for the blocks of rows that will hold final[r] tokens, by their plans."""
         ends = [max(left, plan.left(s)) for left, plan, s in zip(self.left, self.plans, final, strict=True)]
         blocks = max(0, max(ends) - self.sizes.n_sink) // self.sizes.block
-        self.blocks.reserve(blocks)
+        self.blocks.blocks.reserve(blocks)
         self.reps.reserve(blocks)
 
     def append(self, k: torch.Tensor, raw: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> None:
@@ -204,9 +205,7 @@ class BlockMemory(RowState):
         if not max(k):
             return None
         column = torch.arange(max(counts), device=q.device)
-        valid = None
-        if len(set(counts)) > 1:
-            valid = (column[None] < table(counts, q.device)[:, None])[:, None]
+        valid = row_mask(counts, max(counts), q.device)
         if k == counts:
             ids = column.expand(len(rows), self.units, -1)
             return ids if valid is None else torch.where(valid, ids, -1)
@@ -249,8 +248,6 @@ class BlockMemory(RowState):
         store = ResidentStore()
         store.load(both[0], both[1], self.lengths)
         return store
-
-    # -- rows and bytes ---------------------------------------------------------------------------------------------
 
 
 def pure_rotation(cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

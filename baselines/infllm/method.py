@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
 from pqcache.fields import Positive, Share, Whole
-from pqcache.selective.budget import Budget, Plan, partition_plan
+from pqcache.selective.budget import Budget, partition_plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.method import Method
@@ -109,9 +109,6 @@ class InfLLM(Method):
     @property
     def keeps_rule(self) -> bool:
         return self.n_local is None and self.topk is None  # else the window or the blocks are as many as was typed
-
-    def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> BlockPlan:
-        return self.plan(c, layer_idx, n_layers)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> BlockPlan:
         shares = partition_plan(self.budget_at(s), s, self.n_sink, self.recent_ratio)

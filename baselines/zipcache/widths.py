@@ -14,13 +14,10 @@ from pqcache.store.transfer import table
 BLOCK = 64  # tokens per count of salient tokens before them
 
 
-def grow(x: torch.Tensor, size: int, dim: int = 2) -> torch.Tensor:
-    """x with at least `size` entries along `dim`, new ones zero."""
-    if x.shape[dim] >= size:
-        return x
-    shape = list(x.shape)
-    shape[dim] = size - x.shape[dim]
-    return torch.cat([x, x.new_zeros(shape)], dim)
+def grow(x: torch.Tensor, size: int) -> torch.Tensor:
+    """x (n, heads, entries, *rest) with at least `size` entries, new ones zero."""
+    n, heads, entries, *rest = x.shape
+    return x if entries >= size else torch.cat([x, x.new_zeros(n, heads, size - entries, *rest)], 2)
 
 
 class Widths(RowState):

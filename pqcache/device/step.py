@@ -23,7 +23,7 @@ def substitute_for(parts: StepParts | Window | None) -> Substitute | None:
     if parts is not None and not isinstance(parts, StepParts):
         assert parts.k is not None and parts.v is not None
         return WindowStep(parts) if parts.k.shape[3] == parts.v.shape[3] else None  # latent attention
-    if parts is None or type(parts.store) is not ResidentStore or parts.store.k is None:
+    if parts is None or type(parts.store) is not ResidentStore or not parts.store.lengths:
         return None
     if len({buffer.data.shape[3] for buffer in parts.store.buffers}) > 1:  # latent attention
         return None

@@ -16,21 +16,13 @@ from typing import NamedTuple
 
 import torch
 
-from pqcache.selective.group import per_head
+from pqcache.selective.group import marks as marks
+from pqcache.selective.group import per_head, products
 
 
 def exact_logits(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
     """Scaled q . k of one query token per row: q (n, h, 1, d), k (n, h_kv, m, d) -> (n, h, m) fp32."""
-    n, h, _, d = q.shape
-    grouped = q.reshape(n, k.shape[1], -1, d).float()
-    return (grouped @ k.float().transpose(-1, -2)).view(n, h, -1) * scaling
-
-
-def marks(indices: torch.Tensor, m: int) -> torch.Tensor:
-    """Positions (n, H, k), -1 = padding, as a set (n, H, m)."""
-    out = torch.zeros((*indices.shape[:2], m + 1), dtype=torch.bool, device=indices.device)
-    # Padding falls on column 0.
-    return out.scatter_(2, indices.long() + 1, True)[..., 1:]
+    return products(q.float(), k) * scaling
 
 
 def heaviest(weights: torch.Tensor) -> torch.Tensor:

@@ -23,6 +23,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded.documents import size
 from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words
 
@@ -79,11 +80,6 @@ class Chain:
         return " ".join([*steps[:half], "back", *steps[half:], "end"])
 
 
-def marks_of(values: Sequence[str]) -> list[str]:
-    """The words that may be marks: none begins like one that ends a half."""
-    return [word for word in values if not word.startswith(("back", "end"))]
-
-
 def unlike(rng: Random, words: Sequence[str], n: int, tokenizer: PreTrainedTokenizerBase) -> list[str]:
     """`n` different words, no two of them with the same first token as long as there are others."""
     groups: dict[int, list[str]] = {}
@@ -111,7 +107,9 @@ def _sample(
 ) -> dict[str, Any]:
     rng, lists = Random(f"long_chain/{seed}/{index}/{steps}"), pseudo_words(words)
     places = 1 + int(steps * PLACES_PER_STEP)
-    names, marks = unlike(rng, lists.names_eval, places, words), unlike(rng, marks_of(lists.values_eval), steps, words)
+    # no mark begins like a word that ends a half
+    values = [word for word in lists.values_eval if not word.startswith(("back", "end"))]
+    names, marks = unlike(rng, lists.names_eval, places, words), unlike(rng, values, steps, words)
     chain = make(rng, names, marks, steps, places)
     return {
         "prompt": chain.prompt,
@@ -122,11 +120,6 @@ def _sample(
         "start": chain.start,
         "meta": {"index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt)},
     }
-
-
-def _length(tokenizer: PreTrainedTokenizerBase, chain: Chain) -> int:
-    """Tokens of the right answer, its end token included."""
-    return len(tokenizer.encode(" " + chain.answer, add_special_tokens=False)) + 1
 
 
 def make_samples(
@@ -148,9 +141,9 @@ def make_samples(
     words = words or tokenizer
     lists = pseudo_words(words)
     steps = answer // (2 * TOKENS_PER_STEP)
-    # Another tokenizer cuts the words into more tokens.
+    # Another tokenizer cuts the words into more tokens. The end token counts, too.
     trial = make(Random(seed), lists.names_eval, lists.values_eval, steps, steps + 1)
-    steps = max(2, min(steps, int(steps * answer / _length(tokenizer, trial))))
+    steps = max(2, min(steps, int(steps * answer / (size(tokenizer, " " + trial.answer) + 1))))
     count = count_tokens or partial(chat_length, tokenizer)
     return [_sample(i, steps, seed, words, count) for i in range(n)]
 

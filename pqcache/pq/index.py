@@ -40,6 +40,8 @@ class PQIndex(Index):
     """
 
     per_row = ("centroids", "codes", "fitted")
+    centroids: torch.Tensor  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32; made by `build`
+    codes: Buffer  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
 
     def __init__(
         self,
@@ -53,8 +55,6 @@ class PQIndex(Index):
     ) -> None:
         self.how, self.n_sink, self.reduce, self.on_host = how, n_sink, reduce, ("centroids", "codes") if far else ()
         self.refit_every, self.replans, self.lags, self.ahead = refit_every, replans, replans, far
-        self.centroids: torch.Tensor | None = None  # (n, h_kv, m, 2^b, d / m), fp16 for 16-bit keys, else fp32
-        self.codes: Buffer | None = None  # (n, h_kv * m, capacity), uint8 up to 8 bits, else int16
         self.fitted: list[int] = []  # keys the row's centroids were fitted to; 0 = no index
         self.refits = 0  # how often rows were clustered again during the answer
         self.building: _Building | None = None
@@ -67,7 +67,7 @@ class PQIndex(Index):
         counts = self._coded(lengths)
         n, h_kv, _, d = k.shape
         c = 2**self.how.b
-        if self.centroids is None or self.codes is None:
+        if not self.fitted:
             dtype = torch.float16 if k.dtype in (torch.float16, torch.bfloat16) else torch.float32
             self.centroids = torch.zeros((n, h_kv, m, c, d // m), dtype=dtype, device=home)
             self.codes = Buffer(n, h_kv * m, (), self.how.code_dtype, home, pinned=far, token_major=far)
@@ -132,7 +132,6 @@ class PQIndex(Index):
 
         k (n, h_kv, >= tokens, d): all keys from the first token on; None: those after the sinks are read from the store.
         """
-        assert self.centroids is not None and self.codes is not None
         how, ledger, device = self.how, ctx.cache.ledger, ctx.hidden.device if k is None else k.device
         for r in due:
             self.fitted[r] = counts[r]
@@ -174,7 +173,6 @@ class PQIndex(Index):
         ledger = building.ledger
         with ledger.index_timer(building.device) if building.beside else contextlib.nullcontext():
             fitted = building.work.wait()
-        assert self.codes is not None
         n = len(fitted.codes)
         self.centroids = fitted.centroids.pin_memory() if self.codes.pinned else fitted.centroids
         if building.rows is None:
@@ -195,7 +193,6 @@ class PQIndex(Index):
             self._take_over()
         if not any(self.fitted):
             return
-        assert self.codes is not None and self.centroids is not None
         starts = [length - 1 - self.n_sink for length in lengths]
         if self.far is not None:
             self.far.end_step()
@@ -212,7 +209,6 @@ class PQIndex(Index):
 
     def near(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Centroids and codes (n, h_kv * m, >= tokens) on the device."""
-        assert self.centroids is not None and self.codes is not None
         if self.far is not None:
             return self.far.take(self.centroids, self.codes)
         return self.centroids, self.codes.data
@@ -246,7 +242,6 @@ class PQIndex(Index):
         """Positions (n, h_kv, max(k)) of the best of entries lo .. hi[r]-1 or of a shortlist; None if no kernel serves."""
         if self.reduce != "sum_softmax" or self.scope != "candidates":
             return None
-        assert self.centroids is not None and self.codes is not None
         centroids, codes = (self.centroids, self.codes.data) if self.far is None else self.near()
         if not kernels.native(q, centroids, codes, scaling=ctx.scaling):
             return None
@@ -280,7 +275,6 @@ class PQIndex(Index):
         """Begin to send what this layer's next step needs, unless it is still being built: the step will wait then."""
         if self.far is None or self.building is not None or not ctx.step.decode or all(self.layer.dense):
             return
-        assert self.centroids is not None and self.codes is not None
         self.far.start(self.centroids, self.codes)
 
     on_layer_input = on_previous_input
@@ -295,7 +289,7 @@ class PQIndex(Index):
         self._take_over()
         if self.far is not None or self.refit_every:  # centroids that change: no kernel's step knows of it
             return None
-        if self.centroids is None or self.codes is None or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
+        if not self.fitted or (self.reduce, self.scope) != ("sum_softmax", "candidates"):
             return None
         return PQCodes(self.centroids, self.codes)
 
@@ -304,5 +298,5 @@ class PQIndex(Index):
     def map_rows(self, index: torch.Tensor) -> None:
         self.wait()
         super().map_rows(index)
-        if self.centroids is not None and self.codes is not None and self.codes.pinned:
+        if self.fitted and self.codes.pinned:
             self.centroids = self.centroids.pin_memory()

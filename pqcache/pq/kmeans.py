@@ -103,12 +103,16 @@ def _lloyd(points: _Points, init: torch.Tensor, max_iter: int, tol: float, last:
     return KMeansResult(centroids + points.middle, codes.long(), rounds)
 
 
-def summed(points: torch.Tensor, group: torch.Tensor, groups: int) -> torch.Tensor:
-    """The sum of each group's points (N, d), whose groups are (N,) int64: (groups, d). A group without points has 0."""
-    sums = points.new_zeros(groups, points.shape[1])
-    if points.is_cuda:  # sorted and then added, so that runs repeat: index_add_ adds in any order there
-        return sums.index_put_((group,), points, accumulate=True)
-    return sums.index_add_(0, group, points)
+def summed(x: torch.Tensor, codes: torch.Tensor, c: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sums (G, c, d) and sizes (G, c) of clusters: points x (G, N, d), codes (G, N) int64. A cluster without points has 0."""
+    (g, _, d), points = x.shape, x.flatten(0, 1)
+    flat = (codes + torch.arange(g, device=x.device)[:, None] * c).flatten()
+    sums = x.new_zeros(g * c, d)
+    if x.is_cuda:  # sorted and then added, so that runs repeat: index_add_ adds in any order there
+        sums.index_put_((flat,), points, accumulate=True)
+    else:
+        sums.index_add_(0, flat, points)
+    return sums.view(g, c, d), torch.bincount(flat, minlength=g * c).view(g, c)
 
 
 class _Points:
@@ -137,11 +141,7 @@ class _Points:
         """Codes (A, N) int32 and partial distances (A, N) of the A groups, sums (A, C, d) and sizes (A, C) of their clusters."""
         x = self.x if len(groups) == len(self.x) else self.x[groups]
         codes, partial = assign(x, centroids)
-        a, _, d = x.shape
-        c = centroids.shape[1]
-        flat = (codes + torch.arange(a, device=x.device)[:, None] * c).reshape(-1)
-        sums = summed(x.reshape(-1, d), flat, a * c)
-        return codes.int(), partial, sums.view(a, c, d), torch.bincount(flat, minlength=a * c).view(a, c)
+        return codes.int(), partial, *summed(x, codes, centroids.shape[1])
 
 
 class _NativePoints(_Points):

@@ -6,7 +6,6 @@ measures the profile that it lacks.
 """
 
 import contextlib
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,26 +35,19 @@ def layer_config(size: Geometry) -> LlamaConfig:
 
 
 @torch.no_grad()
-def measure(
-    config: LlamaConfig,
-    lengths: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-    where: torch.device,
-    *,
-    m: int,
-    b: int,
-    repeat: int,
-) -> tuple[CostModel, dict[str, Any]]:
-    """The fitted costs and the measured points, in seconds, at each length. where: the device that clusters."""
-    lengths = sorted(set(lengths))
+def measure(size: Geometry, device: torch.device) -> tuple[CostModel, dict[str, Any]]:
+    """The fitted costs and the measured points, in seconds, at each length."""
+    config, dtype, repeat = layer_config(size), getattr(torch, size.dtype), 3
+    where = torch.device(size.kmeans_device)  # the device that clusters
+    unit = max(1, 2**size.b // 256)  # each length is above 2^b keys
+    lengths = [length * unit for length in (HOST_LENGTHS if device.type == "cpu" else DEVICE_LENGTHS)]
     points: dict[str, Any] = {
         "lengths": lengths,
         "compute_s": layer_seconds(config, lengths, dtype, device, repeat),
         "offload_s": offload_seconds(config, lengths, dtype, device, repeat),
         "keys": lengths,
-        "few_s": cluster_seconds(config, lengths, FEW, where, m, b, repeat),
-        "many_s": cluster_seconds(config, lengths, MANY, where, m, b, repeat),
+        "few_s": cluster_seconds(config, lengths, FEW, where, size.m, size.b, repeat),
+        "many_s": cluster_seconds(config, lengths, MANY, where, size.m, size.b, repeat),
     }
     cost = fit_cost(lengths, points["compute_s"], lengths, points["few_s"], points["many_s"], MANY - FEW)
     return cost, points
@@ -66,11 +58,7 @@ def make_profile(size: Geometry, device: torch.device, cache_dir: Path | None) -
 
     Where another process has stored one meanwhile, that one counts: workers of one run must not differ in their rounds.
     """
-    where = torch.device(size.kmeans_device)
-    lengths = HOST_LENGTHS if device.type == "cpu" else DEVICE_LENGTHS
-    lengths = tuple(length * max(1, 2**size.b // 256) for length in lengths)  # each above 2^b keys
-    dtype = getattr(torch, size.dtype)
-    cost, points = measure(layer_config(size), lengths, dtype, device, where, m=size.m, b=size.b, repeat=3)
+    cost, points = measure(size, device)
     with contextlib.suppress(NotApplicable):
         return load_cost(size, device, cache_dir)
     save_cost(cost, size, device, cache_dir, points)

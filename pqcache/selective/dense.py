@@ -96,13 +96,12 @@ class DenseLayer(SelectiveLayer):
     is_croppable = True
     attends_all = True
 
-    def __init__(self, layer_idx: int, shape: ModelShape, make_store=ResidentStore) -> None:
+    def __init__(self, layer_idx: int, shape: ModelShape) -> None:
         super().__init__(layer_idx, shape)
-        self.make_store = make_store
         self.clear()
 
     def clear(self) -> None:
-        self.store = self.make_store()
+        self.store = ResidentStore()
 
     def prefill(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext

@@ -8,6 +8,7 @@ and stores the positions of what stays.
 from __future__ import annotations
 
 import copy
+import sys
 from dataclasses import dataclass, replace
 from statistics import fmean
 from typing import Any
@@ -38,6 +39,8 @@ class EvictionMethod(EvictionPolicy):
 
     def capacity(self, plan: Plan) -> int:
         """Tokens a dynamic method holds between steps: a token budget in full, or its share of the prompt."""
+        if self.budget.is_everything:
+            return sys.maxsize
         return self.budget.tokens if self.budget.tokens is not None else plan.total
 
     def victim(self, layer: EvictionLayer) -> Lightest | torch.Tensor:
@@ -119,8 +122,7 @@ class EvictionLayer(Evictor, StagedLayer):
             out = attend_rows(q, keys, values, lengths, ctx.scaling)
         ctx.cache.ledger.attend(self.layer_idx, fmean(lengths), selecting=True)
         self.evict_surplus()
-        if self.refreshes:
-            self.refresh(q, ctx)
+        self.refresh(q, ctx)
         return out
 
     def refresh(self, q: torch.Tensor, ctx: LayerContext) -> None:
@@ -145,10 +147,7 @@ class EvictionLayer(Evictor, StagedLayer):
 
     def step_parts(self) -> StepParts | None:
         """An evictor that drops nothing after the prompt attends to all it holds; a subclass may do more."""
-        method = self.method
-        if type(self) is not EvictionLayer or method.is_dynamic or method.needs_probs or method.repeats_kv:
-            return None
-        if method.refreshes:  # some steps drop tokens
+        if type(self) is not EvictionLayer or self.dynamic or self.needs_probs or self.repeats or self.refreshes:
             return None
         return StepParts(self.store)
 

@@ -231,8 +231,6 @@ class Evictor(RowState):
 
     def is_over(self) -> list[bool]:
         """Rows whose layers hold more than the budget, in the mean."""
-        if not self.method.refreshes:
-            return [False] * len(self.seen)
         return [
             sum(self.held_now(row)) > self.method.allowed(seen) * len(self.choosing)
             for row, seen in enumerate(self.seen)

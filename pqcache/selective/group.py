@@ -18,6 +18,18 @@ def per_head(x: torch.Tensor, h: int) -> torch.Tensor:
     return x if x.shape[1] == h else x.repeat_interleave(h // x.shape[1], dim=1)
 
 
+def marks(indices: torch.Tensor, m: int) -> torch.Tensor:
+    """Positions (n, H, k), -1 = padding, as a set (n, H, m)."""
+    out = torch.zeros((*indices.shape[:2], m + 1), dtype=torch.bool, device=indices.device)
+    return out.scatter_(2, indices.long() + 1, True)[..., 1:]  # padding falls on column 0
+
+
+def products(q: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """q . key in q's dtype: q (n, h, 1, d), keys (n, h_kv or h, m, d) -> (n, h, m)."""
+    n, h, _, d = q.shape
+    return (q.reshape(n, keys.shape[1], -1, d) @ keys.to(q.dtype).mT).view(n, h, -1)
+
+
 def group_reduce(
     logits: torch.Tensor,
     h_kv: int,

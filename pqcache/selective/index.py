@@ -31,7 +31,7 @@ from pqcache import kernels
 from pqcache.kernels.scaling import cap_of, capped, is_plain
 from pqcache.selective.attention import Part, merge, row_mask
 from pqcache.selective.budget import Plan
-from pqcache.selective.group import group_reduce, per_head, top_tokens
+from pqcache.selective.group import group_reduce, per_head, products, top_tokens
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.shape import ModelShape
 from pqcache.store.base import RetrievalStore
@@ -51,10 +51,7 @@ class Candidates:
 
     def valid(self, device: torch.device) -> torch.Tensor | None:
         """(n, 1, max(ends) - sinks) bool; None if all rows have the same candidates."""
-        if len(set(self.ends)) == 1:
-            return None
-        column = torch.arange(self.sinks, max(self.ends), device=device)
-        return (column[None] < table(self.ends, device)[:, None])[:, None]
+        return row_mask([end - self.sinks for end in self.ends], max(self.ends) - self.sinks, device)
 
     def select_all(self, device: torch.device) -> Selection:
         """Every candidate of every row, the same for all heads."""
@@ -169,15 +166,14 @@ class Index(RowState):
         The keys are those of `span`'s positions. Where a kernel serves it reads each key once for all query heads of a group, and
         only one KV head's logits exist at a time.
         """
-        n, h, _, r = q.shape
+        n, _, _, r = q.shape
         ranked = None
         if q.dtype == keys.dtype == torch.float32 and keys.stride(-1) == 1 and kernels.native(q, keys):
             query = (q * scaling).reshape(n, h_kv, -1, r)
             ranked = self.ranked(lambda *spans: kernels.rank.best_by_products(query, keys, *spans), cand)
         if ranked is not None:
             return ranked
-        logits = q.reshape(n, keys.shape[1], -1, r) @ keys.to(q.dtype).transpose(-1, -2)
-        return self.choose(logits.view(n, h, -1) * scaling, cand, h_kv)
+        return self.choose(products(q, keys) * scaling, cand, h_kv)
 
     def ranked(self, best: Callable[..., torch.Tensor], cand: Candidates) -> Selection | None:
         """The selection by a kernel best(softmax's span per row, lo, hi per row, k), of positions from `span`'s first one on.

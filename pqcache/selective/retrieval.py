@@ -31,7 +31,7 @@ import torch.nn.functional as F
 from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.attention import Part, attend_one, attend_rows, partial, with_sinks
 from pqcache.selective.budget import Plan, partition_plan
-from pqcache.selective.group import Reduce, per_head
+from pqcache.selective.group import Reduce, marks, per_head
 from pqcache.selective.index import Candidates, Index, Selected, Selection
 from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import Method
@@ -327,10 +327,8 @@ class RetrievalLayer(StagedLayer):
 
     def _distinct(self, indices: torch.Tensor, length: int) -> torch.Tensor:
         """Mean number of distinct positions per KV head in indices (n, h, k), where every query head chose its own."""
-        n, h_kv = indices.shape[0], self.shape.h_kv
-        marks = torch.zeros((n, h_kv, length + 1), dtype=torch.bool, device=indices.device)
-        marks.scatter_(2, (indices + 1).view(n, h_kv, -1), True)  # padding, -1, marks column 0
-        return marks[..., 1:].sum(-1, dtype=torch.float32).mean()
+        chosen = marks(indices.reshape(len(indices), self.shape.h_kv, -1), length)
+        return chosen.sum(-1, dtype=torch.float32).mean()
 
     # -- steps done by a substitute (store/step.py) -------------------------------------------------------------------
 

@@ -98,7 +98,7 @@ class RetrievalStore(Store):
 
     def keys(self, lo: int, hi: int) -> torch.Tensor:
         """K of positions lo .. hi-1 on the device, to be scored: (n, h_kv, hi - lo, d)."""
-        raise NotImplementedError
+        return self.tile(lo, hi)[0]
 
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         """K of positions `indices` (n, H, m) on the device, to be scored: (n, h_kv or h, m, d), undefined for -1."""

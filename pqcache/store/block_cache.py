@@ -22,13 +22,15 @@ class BlockCacheStore(CachedStore):
     reached that number first. A block that comes in has count 1, and the count of an evicted block is lost. A block may be
     evicted by one that comes in later in the same step. Only blocks that stay are copied (`refill`), on the lane to the device
     after the step has read. The next read waits for them; until then the tables are a step ahead of the slots. The tables can
-    be lent to kernels, which follow the same rules (device/triton_blocks.py).
+    be lent to kernels, which follow the same rules.
 
     Deviations from the released code: cached blocks of a step are touched before others come in, so none is evicted and copied
     again in one step; the last, growing block is left out instead of being served stale.
     """
 
     tables = ("slot", "content", "uses", "stamp")
+    per_row = (*CachedStore.per_row, *tables)
+    on_host = (*CachedStore.on_host, *tables)
 
     def __init__(
         self,
@@ -53,17 +55,14 @@ class BlockCacheStore(CachedStore):
         self.stamp = torch.zeros_like(self.content)  # when it was touched last, 0 = free
 
     def find(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        longer = self._columns() - self.slot.shape[1]
+        # up to the longest row's last, growing block
+        longer = -(-max(1, self.length - self.n_sink) // self.block) - self.slot.shape[1]
         if longer > 0:
             self.slot = F.pad(self.slot, (0, longer), value=-1)
         row = (index - self.n_sink).clamp_min(0)
         slot = self.slot.gather(1, (row // self.block).flatten(1)).view_as(row)
         entry = torch.where((index >= 0) & (slot >= 0), slot * self.block + row % self.block, -1)
         return entry, (self.content >= 0).sum(1, dtype=torch.float32) * self.block
-
-    def _columns(self) -> int:
-        """Blocks of the longest row, the last, growing one included."""
-        return -(-max(1, self.length - self.n_sink) // self.block)
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Count the tokens read of each complete block, and let the policy see the blocks with the highest counts."""

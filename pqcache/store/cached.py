@@ -4,11 +4,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from pqcache.store.base import Served, joined
+from pqcache.store.base import Served
 from pqcache.store.buffer import Buffer, flat_index, take_tokens
 from pqcache.store.host import HOST, HostStore
 from pqcache.store.lanes import NOTHING, Work
-from pqcache.store.row_state import map_state
 
 
 class CachedStore(HostStore):
@@ -17,7 +16,8 @@ class CachedStore(HostStore):
     All tables are on the host: a fetch waits for the device once, for the indices. Outputs are those of a HostStore, bit by bit.
     """
 
-    tables: tuple[str, ...] = ()  # attributes with one line per row, on the host
+    per_row = (*HostStore.per_row, "cache")
+    tables: tuple[str, ...] = ()  # attributes with one line per row, on the host: in `per_row` and `on_host`, too
 
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None]) -> None:
         super().__init__(n_sink, n_local, moved)
@@ -50,14 +50,6 @@ class CachedStore(HostStore):
     def wait(self) -> None:
         super().wait()
         self.arriving.finish()
-
-    def map_rows(self, index: torch.Tensor) -> None:
-        super().map_rows(index)
-        map_state(self, ("cache", *self.tables), index)
-
-    def tensors(self) -> dict[str, list[torch.Tensor]]:
-        own = {"device": [buffer.data for buffer in self.cache], "host": [getattr(self, name) for name in self.tables]}
-        return joined(super().tensors(), own)
 
     def admit_fetched(self, index: torch.Tensor, fetched: list[torch.Tensor]) -> None:
         """Positions index (n, H, k), a tensor on the host, were read; fetched: their K and V (n, H, k, d).

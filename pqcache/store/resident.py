@@ -18,12 +18,12 @@ class ResidentStore(RetrievalStore):
 
     whole = True
     per_row = ("k", "v", "lengths")
+    k: Buffer  # made by the first `append`
+    v: Buffer
 
     def __init__(self) -> None:
         self.lengths: list[int] = []
         self.expected = 0
-        self.k: Buffer | None = None
-        self.v: Buffer | None = None
 
     def load(self, k: torch.Tensor, v: torch.Tensor, lengths: Sequence[int], known: object = None) -> None:
         """Take over a whole prompt: k, v (n, h_kv, >= max(lengths), d), row r's tokens at 0 .. lengths[r]-1."""
@@ -35,14 +35,13 @@ class ResidentStore(RetrievalStore):
 
     def reserve(self, tokens: int) -> None:
         """Make room for `tokens` tokens per row. Before the first token there is no buffer, and this does nothing."""
-        for buffer in (self.k, self.v):
-            if buffer is not None:
-                buffer.reserve(tokens)
+        for buffer in (self.k, self.v) if self.lengths else ():
+            buffer.reserve(tokens)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Add tokens: row r takes the last counts[r] (default all t) of k, v (n, h_kv, t, d)."""
         n, _, t, _ = k.shape
-        if self.k is None or self.v is None:
+        if not self.lengths:
             self.k, self.v, self.lengths = Buffer.like(k), Buffer.like(v), [0] * n
             self.k.expected = self.v.expected = self.expected
         counts = [t] * n if counts is None else list(counts)
@@ -51,36 +50,26 @@ class ResidentStore(RetrievalStore):
 
     def view(self) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V of all tokens, no copy: (n, h_kv, length, d). Shorter rows end in padding: mask it."""
-        assert self.k is not None and self.v is not None
         return self.k.view(self.length), self.v.view(self.length)
 
     def tile(self, lo: int, hi: int) -> tuple[torch.Tensor, torch.Tensor]:
         """No copy."""
-        assert self.k is not None and self.v is not None
         return self.k.data[:, :, lo:hi], self.v.data[:, :, lo:hi]
 
     def take(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
-        assert self.k is not None and self.v is not None
         return take_tokens(self.k.data, indices, group), take_tokens(self.v.data, indices, group)
 
     def attend_in_place(
         self, q: torch.Tensor, sinks: int, indices: torch.Tensor, local: int, scaling: float, log_weight: Any = None
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """By a kernel on the CPU: rows of one length."""
-        assert self.k is not None and self.v is not None
         k, v = self.k.data, self.v.data
         if len(set(self.lengths)) > 1 or not kernels.native(q, k, v, indices, scaling=scaling):
             return None
         return kernels.attend.attend_chosen(q, k, v, indices, sinks, local, self.lengths[0], scaling, log_weight)
 
-    def keys(self, lo: int, hi: int) -> torch.Tensor:
-        """K of positions lo .. hi-1, no copy: (n, h_kv, hi - lo, d)."""
-        assert self.k is not None
-        return self.k.data[:, :, lo:hi]
-
     def keys_at(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         """K of positions `indices` (n, H, m): (n, h_kv or h, m, d), undefined for -1."""
-        assert self.k is not None
         return take_tokens(self.k.data, indices, group)
 
     def retain(self, indices: torch.Tensor, counts: Sequence[int]) -> None:
@@ -88,7 +77,6 @@ class ResidentStore(RetrievalStore):
 
         The old buffers are released, not sliced: a slice would keep every dropped token alive.
         """
-        assert self.k is not None and self.v is not None
         for buffer in (self.k, self.v):
             kept = take_tokens(buffer.data, indices)
             fresh = Buffer.like(kept)
@@ -99,7 +87,6 @@ class ResidentStore(RetrievalStore):
     @property
     def buffers(self) -> list[Buffer]:
         """K and V."""
-        assert self.k is not None and self.v is not None
         return [self.k, self.v]
 
     def note_drop(self, rows: Sequence[bool]) -> None:

@@ -29,6 +29,8 @@ class RowCacheStore(CachedStore):
     """
 
     tables = ("entry", "content", "credit")
+    per_row = (*CachedStore.per_row, *tables)
+    on_host = (*CachedStore.on_host, *tables)
 
     def __init__(self, n_sink: int, n_local: int, moved: Callable[[str, int], None], tokens: int) -> None:
         super().__init__(n_sink, n_local, moved)
