@@ -21,6 +21,7 @@ if not Path(
 import pytest
 from hypothesis import settings
 
+gc.disable()  # until all is collected: a library that is imported makes no garbage, and looking for it takes a sixth of the time
 REPO = Path(__file__).resolve().parent.parent
 settings.register_profile("repeatable", derandomize=True)  # the same examples in every run
 settings.load_profile("repeatable")
@@ -55,6 +56,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # the libraries' million objects stay: each full collection would look at all of them
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

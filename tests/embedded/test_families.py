@@ -12,6 +12,7 @@ from pqcache.embedded.pocket import make_samples
 from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words
 from tests.embedded.conftest import held_out
+from tests.thin import thin
 
 
 def words_in(text: str) -> set[str]:
@@ -41,7 +42,7 @@ def test_words_do_not_depend_on_what_a_call_left_behind(tok: PreTrainedTokenizer
         tok.backend_tokenizer.no_truncation()
 
 
-@pytest.mark.parametrize("length", [512, 4096])
+@pytest.mark.parametrize("length", thin([512, 4096], 2))
 @pytest.mark.parametrize("family", FAMILIES)
 def test_samples_have_the_length_asked_for_and_words_held_out_from_training(
     family: str, length: int, tok: PreTrainedTokenizerBase

@@ -132,7 +132,7 @@ def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel
 @pytest.mark.parametrize(
     "name",
     thin(
-        ["oracle", "pqcache", "sparq", "clusterkv", "two_stage", "snapkv", "h2o", "streaming", "quest", "pyramidkv"], 4
+        ["oracle", "pqcache", "sparq", "clusterkv", "two_stage", "snapkv", "h2o", "streaming", "quest", "pyramidkv"], 10
     ),
 )
 def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str) -> None:

@@ -37,6 +37,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.outside", "pqcache.fields", "pqcache.places"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements hold statements
 BARE = len(FLOORS)  # the floor of the bare packages, which hold names only
 
 Graph = dict[str, set[str]]
@@ -75,13 +76,14 @@ def _parsed(file: Path) -> ast.Module:
 
 
 def _nodes(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
-    """All nodes; without `types`, but those under `if TYPE_CHECKING:`."""
+    """All statements; without `types`, but those under `if TYPE_CHECKING:`."""
     todo = [tree]
     while todo:
-        for child in ast.iter_child_nodes(todo.pop()):
+        node = todo.pop()
+        for child in [child for block in BLOCKS for child in getattr(node, block, ())]:
             if types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
                 yield child
-                todo += [] if isinstance(child, ast.expr) else [child]  # no import within an expression
+                todo.append(child)
 
 
 def circle(graph: Graph) -> list[str]:

@@ -57,6 +57,7 @@ def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
             sources.read_rows(tmp_path / name, fields=("c",))
 
 
+@pytest.mark.rest
 def test_damaged_and_endless_files_are_one_line(tmp_path: Path, monkeypatch: Patch) -> None:
     whole = gzip.compress(b'{"a": 1}\n' * 5000)
     # the first megabytes of a line that would be far longer
