@@ -13,15 +13,14 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
 os.environ.setdefault("WANDB_MODE", "disabled")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-if not Path(
-    "/dev/nvidiactl"
-).exists():  # a folder's own conftest may import triton before the first folder is collected
+# Without a GPU Triton's kernels run through its interpreter. Here, as a folder's own conftest may import triton first.
+if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 from hypothesis import settings
 
-gc.disable()  # until all is collected: a library that is imported makes no garbage, and looking for it takes a sixth of the time
+gc.disable()  # until all tests are collected: imports make no garbage, and looking for it takes a sixth of the time
 REPO = Path(__file__).resolve().parent.parent
 settings.register_profile("repeatable", derandomize=True)  # the same examples in every run
 settings.load_profile("repeatable")
