@@ -6,6 +6,7 @@ or behind it on its line, describes the option; `make configs` writes it into co
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import textwrap
@@ -16,7 +17,7 @@ from dataclasses import MISSING, field, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pqcache.naming import closest
+from pqcache.naming import near
 
 
 def added(default: Any, *, absent: Any) -> Any:
@@ -69,20 +70,26 @@ NAMES = {
 }
 
 
+@functools.cache  # coerce is asked of each of thousands of step times
+def _parts(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    return typing.get_origin(kind), typing.get_args(kind)
+
+
 def coerce(value: Any, kind: Any) -> Any:
     """`value` as type `kind`. Raises TypeError that says what is expected, or for a value out of its range ValueError.
 
-    An int passes as a float, a bool never as a number.
+    An int passes as a float and as a string (out=2024), a bool never as a number.
     """
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    origin, args = _parts(kind)
+    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST  # no NaN, infinity
     if kind is Any:
         return value
     if origin is Annotated:
-        number, (least, most) = coerce(value, args[0]), args[1:]
-        if least <= number <= most:
-            return number
+        amount, (least, most) = coerce(value, args[0]), args[1:]
+        if least <= amount <= most:
+            return amount
         both = f"must be from {least:g} to {most:.6g}" if most < MOST else ""
-        raise ValueError(both or (f"must be at least {least:g}" if number < least else f"must be at most {most}"))
+        raise ValueError(both or (f"must be at least {least:g}" if amount < least else f"must be at most {most}"))
     if origin is Literal:
         for allowed in args:
             if value == allowed and type(value) is type(allowed):
@@ -100,42 +107,23 @@ def coerce(value: Any, kind: Any) -> Any:
                 wrong.append(out_of_range)
         if wrong:
             raise ValueError(" or ".join(map(str, wrong)).replace("or must be", "or"))
-    elif origin in (list, tuple, typing.Sequence):
-        if isinstance(value, list | tuple):
-            try:
-                items = [coerce(v, args[0] if args else Any) for v in value]
-            except TypeError:
-                raise TypeError(describe(kind)) from None
+    elif origin in (list, tuple, typing.Sequence) and isinstance(value, list | tuple):
+        with contextlib.suppress(TypeError):
+            items = [coerce(v, args[0] if args else Any) for v in value]
             return tuple(items) if origin is tuple else items
-    else:
-        return _coerce_plain(value, kind)
-    raise TypeError(describe(kind))
-
-
-def _coerce_plain(value: Any, kind: Any) -> Any:
-    """`value` as a class without arguments."""
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if kind is types.NoneType or kind is None:
-        if value is None:
-            return None
-    elif kind is bool:
-        if isinstance(value, bool):
-            return value
-    elif kind is int:
-        if isinstance(value, int) and number and abs(value) < LARGEST:
-            return value
-    elif kind is float:
-        if number and abs(value) < LARGEST:  # false for NaN and infinity
-            return float(value)
-    elif kind is str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, int) and number:  # out=2024, model.revision=123
-            return str(value)
-    elif kind in (dict, list, tuple) and isinstance(value, kind):
-        return value
+    elif origin is dict and isinstance(value, dict):
+        return {key: coerce(item, args[1]) for key, item in value.items()}
+    elif kind is float and number:
+        return float(value)
     elif kind is Path and isinstance(value, str):
         return Path(value)
+    elif kind is str and number and isinstance(value, int):
+        return str(value)
+    elif kind is int:
+        if number and isinstance(value, int):
+            return value
+    elif isinstance(value, kind or types.NoneType):
+        return value
     raise TypeError(describe(kind))
 
 
@@ -162,15 +150,19 @@ def literals(kind: Any) -> list[Any]:
     return [word for arg in typing.get_args(kind) for word in literals(arg)]
 
 
+def hint(value: Any, kind: Any) -> str:
+    """The nearest word of a type, for the end of a line that refuses a value; empty if none is near."""
+    return near(value, map(str, literals(kind))) if isinstance(value, str) else ""
+
+
 @functools.cache
-def _rules(cls: type) -> list[tuple[str, bool, list[Any], list[tuple[type, float, float]]]]:
-    """Each field that a dataclass or a base of it limits: name, whether any text is allowed, words and numbers, ranges."""
-    found = []
-    for name, kind in (pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()):
-        args = typing.get_args(kind)
-        ranges = [typing.get_args(one) for one in (kind, *args) if typing.get_origin(one) is Annotated]
-        found.append((name, str in args, literals(kind), ranges))
-    return [rule for rule in found if rule[2] or rule[3]]
+def _limited(cls: type) -> list[tuple[str, Any]]:
+    """(name, type) of each field that a dataclass or a base of it limits: by words, or by a range."""
+    every = [pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()]
+    annotated = [
+        any(typing.get_origin(one) is Annotated for one in (kind, *typing.get_args(kind))) for _, kind in every
+    ]
+    return [pair for pair, ranges in zip(every, annotated, strict=True) if ranges or literals(pair[1])]
 
 
 def check_ranges(options: Any) -> None:
@@ -179,21 +171,14 @@ def check_ranges(options: Any) -> None:
     A subclass that gives a field another default does not widen it.
     """
     cls: type = type(options)
-    for name, free, single, ranges in _rules(cls):
-        value: Any = getattr(options, name, None)
-        number, text = isinstance(value, int | float), isinstance(value, str) and not free
-        limited = text or (number and (ranges or any(isinstance(one, int) for one in single)))
-        # MOST is for what is typed: code may pass any number
-        within = number and any(least <= value and (value <= most or most >= MOST) for _, least, most in ranges)
-        if limited and not within and value not in single:
-            spans = [
-                f"{describe(one)} from {least:g} {f'to {most:.8g}' if most < MOST else 'on'}"
-                for one, least, most in ranges
-            ]
-            close = closest(value, map(str, single)) if text else None
-            hint = f"; did you mean {close}?" if close else ""
-            allowed = (" or " if spans else ", ").join([*spans, *map(str, single)])
-            raise ValueError(f"{name}={value}: allowed is {allowed}{hint}")
+    for name, kind in _limited(cls):
+        if (value := getattr(options, name, None)) is not None:
+            try:
+                coerce(value, kind)
+            except TypeError as expected:
+                raise ValueError(f"{name}={value}: allowed is {expected}{hint(value, kind)}") from None
+            except ValueError as out_of_range:
+                raise ValueError(f"{name}={value}: {out_of_range}".replace("must be", "allowed is")) from None
 
 
 # -- comments ----------------------------------------------------------------------------------------------------------

@@ -14,6 +14,11 @@ def closest(wrong: str, known: Iterable[str]) -> str | None:
     return folded[close[0]] if close else None
 
 
+def near(wrong: str, known: Iterable[str]) -> str:
+    """'; did you mean X?' for the closest known name, for the end of a line; empty if none is close."""
+    return f"; did you mean {close}?" if (close := closest(wrong, known)) is not None else ""
+
+
 def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
     """'did you mean <prefix>X?' for the closest known name, else 'known: ' and all of them."""
     known = list(known)

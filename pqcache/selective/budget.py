@@ -44,12 +44,10 @@ class Budget:
             raise ValueError("budget: give either a ratio or a number of tokens")
         if self.ratio is not None and MIN_TOKENS <= self.ratio < _LARGEST:
             raise ValueError(f"budget={self.ratio}: a number of tokens is an integer, as budget={int(self.ratio)}")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ValueError(f"budget={self.ratio}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}")
-        if self.tokens is not None and self.tokens < MIN_TOKENS:
-            raise ValueError(
-                f"budget={self.tokens}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}"
-            )
+        tokens, ratio = self.tokens, self.ratio or 0
+        if tokens < MIN_TOKENS if tokens is not None else not 0 < ratio <= 1:
+            value = self.ratio if tokens is None else tokens
+            raise ValueError(f"budget={value}: allowed is a ratio in (0, 1] or a number of tokens >= {MIN_TOKENS}")
 
     @classmethod
     def parse(cls, value: Budget | float | int | str) -> Budget:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import coerce, option_fields
-from pqcache.naming import closest
+from pqcache.naming import near
 from pqcache.registry import METHODS, RETIRED, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
@@ -69,9 +69,7 @@ class ComposedMethod(Method):
         if name in METHODS and fits(method_class(name)):
             return method_class(name)
         allowed = [known for known in METHODS if fits(method_class(known))]
-        close = closest(str(name), allowed)
-        hint = f"; did you mean {close}?" if close else ""
-        raise ValueError(f"{option}={name}: allowed is {', '.join(allowed)}{hint}")
+        raise ValueError(f"{option}={name}: allowed is {', '.join(allowed)}{near(str(name), allowed)}")
 
     def make_part(self, option: str, cls: type[Any], common: dict[str, Any], **defaults: Any) -> Any:
         """A part: cls made of `defaults`, overridden by the user's options in hyper-parameter `option`, and of `common`.

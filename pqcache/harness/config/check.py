@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from pqcache.fields import added_options, coerce, literals, option_fields
+from pqcache.fields import added_options, coerce, hint, option_fields
 from pqcache.harness import tasks
 from pqcache.harness.config import smoke
 from pqcache.harness.config.compose import Composed
@@ -34,7 +34,7 @@ from pqcache.harness.config.options import (
     show,
 )
 from pqcache.harness.config.rules import wrong_decode, wrong_model, wrong_run
-from pqcache.naming import closest, suggestion
+from pqcache.naming import suggestion
 from pqcache.registry import METHODS, RETIRED, method_class
 
 SPENT = ("budget", "budget_rule", "budget_of")  # defaults of a method's own options may follow from them
@@ -143,8 +143,11 @@ def finish(draft: Draft) -> Checked:
     if not _has(errors, "budget"):
         with _lines(errors, "", f"budget={show(draft.budget)}: "):
             budget = Budget.parse(draft.budget)
-    if names["model"] == "random":
-        _check_geometry(options["model"], errors)
+    if names["model"] == "random" and not _has(errors, "model.geometry"):
+        from pqcache.measure.geometries import geometry
+
+        with _lines(errors, "model.geometry="):
+            geometry(options["model"]["geometry"])
     method, skip = _made(cls, options["method"], budget, run, errors)
     if method is not None and run.diagnostics == "trace" and not method.traceable:
         why = "is not determined by the tokens it selects; diagnostics=true measures it"
@@ -213,13 +216,13 @@ def _typed(
     for key, value in named.items():
         if key not in allowed:
             if elsewhere.get(key, prefix + key) != prefix + key:
-                hint = f"did you mean {elsewhere[key]}?"
+                near = f"did you mean {elsewhere[key]}?"
             elif not allowed:
-                hint = f"{prefix.rstrip('.')} takes no options here"
+                near = f"{prefix.rstrip('.')} takes no options here"
             else:
-                hint = suggestion(key, allowed if prefix else [*allowed, *GROUPS], prefix)
+                near = suggestion(key, allowed if prefix else [*allowed, *GROUPS], prefix)
             if not _has(errors, prefix + key):
-                errors.append(f"{prefix}{key}: unknown key; {hint}")
+                errors.append(f"{prefix}{key}: unknown key; {near}")
             continue
         kind, default = allowed[key]
         if type(value) is type(default) and value == default:
@@ -227,9 +230,8 @@ def _typed(
         try:
             values[key] = coerce(value, kind)
         except TypeError as expected:
-            close = closest(value, map(str, literals(kind))) if isinstance(value, str) else None
-            hint = f"; did you mean {close}?" if close is not None else ""
-            errors.append(f"{prefix}{key}={show(value)}: expected {expected} (default {show(default)}){hint}")
+            near = hint(value, kind)
+            errors.append(f"{prefix}{key}={show(value)}: expected {expected} (default {show(default)}){near}")
         except ValueError as out_of_range:
             errors.append(f"{prefix}{key}={show(value)}: {out_of_range}")
     return values
@@ -248,25 +250,6 @@ def _lines(errors: list[str], prefix: str = "", start: str = "") -> Iterator[Non
     except ValueError as error:
         line = one_line(error)
         errors.append(prefix + (line if not start or line.startswith(start.partition("=")[0]) else start + line))
-
-
-# -- options together -----------------------------------------------------------------------------------------------------
-
-
-def _check_geometry(options: Options, errors: list[str]) -> None:
-    """`model.geometry` of model=random: a known name, a hub id or a folder."""
-    text = options.get("geometry")
-    if not isinstance(text, str) or _has(errors, "model.geometry"):
-        return
-    from pqcache.measure.geometries import GEOMETRIES, geometry
-
-    if "/" not in text and text not in GEOMETRIES and not Path(text).expanduser().is_dir():
-        hint = suggestion(text, GEOMETRIES)
-        more = "" if hint.endswith("?") else "; or a hub id or a folder"
-        errors.append(f"model.geometry={text}: unknown geometry; {hint}{more}")
-        return
-    with _lines(errors, "model.geometry="):
-        geometry(text)
 
 
 # -- the method --------------------------------------------------------------------------------------------------------

@@ -6,14 +6,12 @@ their types and defaults. Nothing is listed twice.
 
 import re
 import sys
-import types
-import typing
 from collections.abc import Container
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pqcache.fields import Positive, Whole, added
+from pqcache.fields import Positive, Whole, added, coerce
 from pqcache.outside import each
 
 GROUPS = ("model", "method", "task", "experiment", "launch")
@@ -41,23 +39,11 @@ Percent = Annotated[float, 0, 100 + 1e-6]
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value that was read from JSON is of a type, and in its range: numbers are finite, true is no number."""
-    origin, args = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Annotated:
-        return fits(value, args[0]) and args[1] <= value <= args[2]
-    if kind is Any:
-        return True
-    if origin in (typing.Union, types.UnionType):
-        return any(fits(value, option) for option in args)
-    if origin is list:
-        return isinstance(value, list) and all(fits(item, args[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(fits(item, args[1]) for item in value.values())
-    if kind is types.NoneType or isinstance(value, bool):
-        return value is None if kind is types.NoneType else kind is bool
-    if kind is float:
-        return isinstance(value, int | float) and abs(value) <= sys.float_info.max
-    return isinstance(value, kind)
+    """Whether a value that was read from JSON is of a type, and in its range: numbers are finite, none is a text."""
+    try:
+        return bool(coerce(value, kind) == value)
+    except (TypeError, ValueError):
+        return False
 
 
 def misfit(values: dict[str, Any], kinds: dict[str, Any], nullable: Container[str] = ()) -> str | None:

@@ -38,7 +38,7 @@ from pqcache.harness.config.options import (
 )
 from pqcache.harness.config.overrides import options_of
 from pqcache.harness.tasks import TASKS, task_class
-from pqcache.naming import closest, suggestion
+from pqcache.naming import closest, near, suggestion
 from pqcache.outside import read_yaml
 from pqcache.registry import BUILT_IN, METHODS, NotLoaded, is_known, method_class
 
@@ -72,9 +72,7 @@ def answer(argv: Sequence[str]) -> int:
         what = f"one of {kinds}" if command == "list" else f"an option or a name; {places.COMMAND} --help lists them"
         raise Refused([f"{command}=: must name {what}"])
     if command == "list" and value not in KINDS:
-        close = closest(value, KINDS)
-        hint = f"; did you mean {close}?" if close is not None else ""
-        raise Refused([f"list={one_line(value)[:60]}: allowed is {kinds}{hint}"])
+        raise Refused([f"list={one_line(value)[:60]}: allowed is {kinds}{near(value, KINDS)}"])
     print(listed(value) if command == "list" else explained(value))
     return 0
 

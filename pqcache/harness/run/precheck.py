@@ -28,30 +28,29 @@ def check_out(out: Path) -> None:
 
 def check_data(plan: RunPlan) -> None:
     """Refuse tasks whose published data is not available."""
-    errors: dict[str, list[str]] = {}
+    errors, seen = list[str](), set[str]()
     for cell in plan.cells:
         key = json.dumps([cell.identity["task"], cell.run.limit, cell.decode.temperature], sort_keys=True)
-        if key not in errors and cell.skip is None:
-            errors[key] = []
-            task = cell.task
+        if cell.skip is None and key not in seen:
+            seen.add(key)
             try:
-                task.prepare(limit=cell.run.limit)
+                cell.task.prepare(limit=cell.run.limit)
                 if cell.decode.temperature:
-                    task.check_drawn(cell.decode.temperature)
+                    cell.task.check_drawn(cell.decode.temperature)
             except ValueError as error:
-                errors[key] = [one_line(error)]
-    if lines := [line for group in errors.values() for line in group]:
-        raise Refused(lines)
+                errors.append(str(error))
+    if errors:
+        raise Refused(errors)
 
 
 def check_prompts(plan: RunPlan, session: Session) -> None:
     """Refuse prompts that are too long for their model, of tasks that leave none out."""
-    errors: dict[str, list[str]] = {}
+    errors, seen = list[str](), set[str]()
     for cell in plan.cells:
         task, key = cell.task, json.dumps([model_key(cell), cell.identity["task"], cell.run.limit])
-        if key in errors or task.leaves_out or cell.skip is not None or model_key(cell) in session.unloadable:
+        if key in seen or task.leaves_out or cell.skip is not None or model_key(cell) in session.unloadable:
             continue
-        errors[key] = []
+        seen.add(key)
         loaded = session.outline(cell)
         reader = Reader(loaded, cell.run, max_new_tokens=task.max_new_tokens, known=session.known_prompts(cell))
         for request in session.requests(cell, loaded):
@@ -59,9 +58,9 @@ def check_prompts(plan: RunPlan, session: Session) -> None:
                 reader.check(request)
             except TooLong as error:
                 way = "; task.cut=middle leaves out the middle" if task.name == "prompts" else ""
-                errors[key].append(f"task.source: {request.doc['where']}: {error}{way}")
-    if lines := [line for group in errors.values() for line in group]:
-        raise Refused(lines)
+                errors.append(f"task.source: {request.doc['where']}: {error}{way}")
+    if errors:
+        raise Refused(errors)
 
 
 def check_models(plan: RunPlan, session: Session) -> None:
@@ -147,9 +146,8 @@ def _misfits(cell: Cell, config: Any) -> list[str]:
     """One line each if the model has too few layers or too short a context for the cell."""
     name, text = cell.identity["model"]["name"], config.get_text_config(decoder=True)
     layers, dense = len(served(text)), cell.identity["dense_layers"]
-    lines = (
-        [f"dense_layers={dense}: {name} has {layers} layers that a method serves"] if dense and dense > layers else []
-    )
+    many = dense and dense > layers
+    lines = [f"dense_layers={dense}: {name} has {layers} layers that a method serves"] if many else []
     max_length = models.longest(text, cell.identity["model"])
     if cell.run.smoke or max_length is None:  # a smoke run's prompts and answers are cut to what fits
         return lines

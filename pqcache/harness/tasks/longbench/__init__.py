@@ -23,7 +23,9 @@ Deviations:
 
 import importlib.util
 import io
+import lzma
 import zipfile
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
@@ -86,6 +88,8 @@ def _check_names(option: str, names: Sequence[str], known: Sequence[str]) -> Non
     require(len(set(names)) == len(names), option, list(names), "must name each data set once")
 
 
+# what reading a cut, encrypted or foreign archive raises
+DAMAGED = (KeyError, OSError, EOFError, RuntimeError, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
 RowsByDataset = dict[str, sources.Rows]
 
 
@@ -208,7 +212,7 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
     path = sources.hub_file(REPO, ARCHIVE, revision)
     rows: RowsByDataset = {}
     wrong = f"task.source=hub: {path} is not LongBench's archive"
-    with refusing(wrong, KeyError, *sources.DAMAGED), zipfile.ZipFile(path) as archive:
+    with refusing(wrong, *DAMAGED), zipfile.ZipFile(path) as archive:
         for dataset, name in files.items():
             with archive.open(f"data/{name}") as file:
                 lines = io.TextIOWrapper(file, encoding="utf-8")
