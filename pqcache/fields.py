@@ -158,11 +158,9 @@ def hint(value: Any, kind: Any) -> str:
 @functools.cache
 def _limited(cls: type) -> list[tuple[str, Any]]:
     """(name, type) of each field that a dataclass or a base of it limits: by words, or by a range."""
-    every = [pair for base in cls.__mro__ if is_dataclass(base) for pair in hints_of(base).items()]
-    annotated = [
-        any(typing.get_origin(one) is Annotated for one in (kind, *typing.get_args(kind))) for _, kind in every
-    ]
-    return [pair for pair, ranges in zip(every, annotated, strict=True) if ranges or literals(pair[1])]
+    every = [(f.name, hints_of(base)[f.name]) for base in cls.__mro__ if is_dataclass(base) for f in fields(base)]
+    ranged = [any(typing.get_origin(one) is Annotated for one in (kind, *typing.get_args(kind))) for _, kind in every]
+    return [pair for pair, ranges in zip(every, ranged, strict=True) if ranges or literals(pair[1])]
 
 
 def check_ranges(options: Any) -> None:
