@@ -9,6 +9,7 @@ import ast
 import contextlib
 import functools
 import inspect
+import math
 import textwrap
 import types
 import typing
@@ -81,7 +82,8 @@ def coerce(value: Any, kind: Any) -> Any:
     An int passes as a float and as a string (out=2024), a bool never as a number.
     """
     origin, args = _parts(kind)
-    number = isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < LARGEST  # no NaN, infinity
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    number = abs(value) < LARGEST if whole else isinstance(value, float) and math.isfinite(value)
     if kind is Any:
         return value
     if origin is Annotated:
@@ -117,12 +119,12 @@ def coerce(value: Any, kind: Any) -> Any:
         return float(value)
     elif kind is Path and isinstance(value, str):
         return Path(value)
-    elif kind is str and number and isinstance(value, int):
+    elif kind is str and whole:
         return str(value)
     elif kind is int:
-        if number and isinstance(value, int):
+        if whole and number:
             return value
-    elif isinstance(value, kind or types.NoneType):
+    elif kind is not float and origin is None and isinstance(value, kind or types.NoneType):
         return value
     raise TypeError(describe(kind))
 

@@ -273,7 +273,11 @@ def test_a_report_before_any_call(llama: PreTrainedModel) -> None:
         ({"m": 3}, ValueError, "m=3: must be 1 or 2 or 4 or 8 or 16"),
         ({"m": "4"}, TypeError, "m='4': expected 1 or 2 or 4 or 8 or 16 (default 2)"),
         ({"dense_layers": 7}, ValueError, "dense_layers=7: the model has 3 layers"),
-        ({"protocol": "papr"}, ValueError, "protocol=papr: allowed is aligned or paper or release; did you mean paper?"),
+        (
+            {"protocol": "papr"},
+            ValueError,
+            "protocol=papr: allowed is aligned or paper or release; did you mean paper?",
+        ),
         ({"kernels": "atuo"}, ValueError, "kernels='atuo': unknown; did you mean auto"),
         ({"attn": "flash"}, ValueError, "attn='flash': unknown; did you mean flash_attention_2?"),
         ({"method": "zipcache", "budget": 0.5}, pqcache.NotApplicable, "budget=0.5"),
