@@ -6,7 +6,7 @@ A baseline of this project: no code is published, so protocol=release does not a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from pqcache.fields import Whole
 from pqcache.selective.quantization import QuantizationMethod
@@ -23,6 +23,7 @@ class Int8(QuantizationMethod):
     """
 
     name: ClassVar[str] = "int8"
+    noop_options: ClassVar[dict[str, Any]] = {"bits": 16}
 
     # 8, or 16 for the no-op
     bits: Literal[8, 16] = 8
@@ -34,7 +35,3 @@ class Int8(QuantizationMethod):
 
     def schedule(self) -> Schedule:
         return KeepNewest(self.residual)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return cls(**{"bits": 16, **hyper})

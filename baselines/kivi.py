@@ -32,7 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedConfig
@@ -104,6 +104,7 @@ class KIVI(QuantizationMethod):
 
     name: ClassVar[str] = "kivi"
     released: ClassVar[str] = "jy-yuan/KIVI: models/llama_kivi.py"
+    noop_options: ClassVar[dict[str, Any]] = {"bits": 16}
 
     # bits per number, 1 to 8; 16: the no-op
     bits: Bits = 2
@@ -130,7 +131,3 @@ class KIVI(QuantizationMethod):
             PackedStream(k, lambda tail: tail // self.residual * self.residual),
             PackedStream(v, KeepNewest(self.residual)),
         )
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return cls(**{**hyper, "bits": 16})

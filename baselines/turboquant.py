@@ -19,7 +19,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 from weakref import WeakValueDictionary
 
 import torch
@@ -118,6 +118,7 @@ class TurboQuant(QuantizationMethod):
     """Codes of `bits` bits for K and V; a token and KV head costs d * bits / 8 + 2 bytes for each, 2 more with a sketch."""
 
     name: ClassVar[str] = "turboquant"
+    noop_options: ClassVar[dict[str, Any]] = {"bits": 16}
 
     # bits per number, 2 to 8, or 16 for the no-op
     bits: Annotated[int, 2, 8] | Literal[16] = 4
@@ -135,7 +136,3 @@ class TurboQuant(QuantizationMethod):
 
     def schedule(self) -> Schedule:
         return KeepNewest(self.residual)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return cls(**{"bits": 16, **hyper})

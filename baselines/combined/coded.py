@@ -18,7 +18,7 @@ Deviations from the parts alone:
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -138,6 +138,7 @@ class Coded(ComposedMethod):
     name: ClassVar[str] = "coded"
     kind: ClassVar[str] = "any + quantize"
     released: ClassVar[str] = "that of its parts"
+    noop_options: ClassVar[dict[str, Any]] = {"codec_budget": 1.0}
 
     # retrieval or eviction method that chooses the tokens
     policy: str = "pqcache"
@@ -198,7 +199,3 @@ class Coded(ComposedMethod):
         if isinstance(self.chooser, RetrievalMethod):
             return CodedRetrievalLayer(layer_idx, shape, self.chooser, self.coder)
         return CodedEvictionLayer(layer_idx, shape, self.chooser, self.coder)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return super().noop(**{**hyper, "codec_budget": 1.0})

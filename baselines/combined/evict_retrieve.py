@@ -12,7 +12,7 @@ Deviations from the parts alone:
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import torch
 
@@ -112,6 +112,7 @@ class EvictRetrieve(ComposedMethod):
     name: ClassVar[str] = "evict_retrieve"
     kind: ClassVar[str] = "evict + retrieve"
     released: ClassVar[str] = "that of each part"
+    noop_options: ClassVar[dict[str, Any]] = {"keep": 1.0}
 
     # eviction method that prunes the prompt
     evict: str = "snapkv"
@@ -159,7 +160,3 @@ class EvictRetrieve(ComposedMethod):
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> EvictRetrieveLayer:
         return EvictRetrieveLayer(layer_idx, shape, self.retriever, self.evictor)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return super().noop(**{**hyper, "keep": 1.0})

@@ -33,7 +33,7 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, Self
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedConfig
 
@@ -70,6 +70,7 @@ class GEAR(QuantizationMethod):
     name: ClassVar[str] = "gear"
     released: ClassVar[str] = "opengear-project/GEAR: GenerationBench/GenerationTest/GEARLM/Simulated"
     packs_prompt: ClassVar[bool] = True
+    noop_options: ClassVar[dict[str, Any]] = {"bits": 16}
 
     # bits per code, 1 to 8; 16: the no-op
     bits: Bits = 4
@@ -123,7 +124,3 @@ class GEAR(QuantizationMethod):
             stream = WholeStream if released else BlockStream
             streams.append(stream(blocks, group or 1, self.residual, (self.rank, self.new_rank)))
         return PackedStore(*streams)
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return cls(**{**hyper, "bits": 16})

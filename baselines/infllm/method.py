@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.budget import Budget, partition_plan
@@ -53,6 +53,8 @@ class InfLLM(Method):
     kind: ClassVar[str] = "retrieve"
     released: ClassVar[str] = "thunlp/InfLLM: config/mistral-inf-llm.yaml"
     own_rule: ClassVar[str] = "whole"
+    # a window that holds everything, through all the machinery; budget 1.0 is the plain dense layer
+    noop_options: ClassVar[dict[str, Any]] = {"budget": Budget(ratio=0.5), "n_local": 1 << 24}
 
     # sink tokens, attended by every query; null: 32, in the paper's protocol 128
     n_init: Whole | None = None
@@ -144,8 +146,3 @@ class InfLLM(Method):
             replans=self.replans,
             most=self.budget.tokens if self.effective_rule == "whole" else None,
         )
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        """A window that holds everything, through all the machinery; budget 1.0 is the plain dense layer."""
-        return cls(**{"budget": Budget(ratio=0.5), **hyper, "n_local": sys.maxsize})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Annotated, Any, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal
 
 from pqcache.fields import Positive, Share
 from pqcache.selective.quantization import QuantizationMethod
@@ -36,6 +36,7 @@ class SalientMethod(QuantizationMethod):
     ignores_budget: ClassVar[bool] = False
     drops_rows: ClassVar[bool] = False  # heads that share a token's step and minimum get their own, in all rows
     packs_prompt: ClassVar[bool] = True
+    noop_options: ClassVar[dict[str, Any]] = {"saliency_ratio": None}
 
     # bits of a salient token's codes
     bits_high: Annotated[int, 2, 8] = 4
@@ -143,7 +144,3 @@ class SalientMethod(QuantizationMethod):
             balance=self.is_balanced(),
             last_step=self.protocol == "release",
         )
-
-    @classmethod
-    def noop(cls, **hyper: Any) -> Self:
-        return super().noop(**{**hyper, "saliency_ratio": None})

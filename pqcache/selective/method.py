@@ -57,6 +57,7 @@ class Method:
     aligned_dense_layers: ClassVar[int] = 0
     paper_dense_layers: ClassVar[int] = 0
     release_dense_layers: ClassVar[int | None] = None  # None: as the paper's
+    noop_options: ClassVar[dict[str, Any]] = {}  # under which, with a budget of 1.0, the method equals dense attention
 
     budget: Budget = field(default_factory=lambda: Budget(ratio=1.0))
     dense_layers: Whole | None = None
@@ -198,7 +199,7 @@ class Method:
     @classmethod
     def noop(cls, **hyper: Any) -> Self:
         """The setting under which this method must equal dense attention."""
-        return cls(**{"budget": Budget(ratio=1.0), **hyper})
+        return cls(**{"budget": Budget(ratio=1.0), **hyper, **cls.noop_options})
 
     @classmethod
     def default_dense_layers(cls, protocol: str) -> int:
