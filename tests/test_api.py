@@ -3,8 +3,11 @@
 import copy
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -14,6 +17,7 @@ import transformers
 from transformers import DynamicCache, PreTrainedModel
 
 import pqcache
+from pqcache.api import session as sessions
 from pqcache.embedded import load_tokenizer, model_dir
 from pqcache.registry import METHODS
 from pqcache.selective import SelectiveCache, attach, generate
@@ -241,6 +245,45 @@ def test_calls_of_eight_threads_take_turns(llama: PreTrainedModel) -> None:
         with ThreadPoolExecutor(8) as pool:
             together = list(pool.map(lambda ids: llama.generate(ids, **how), prompts * 2))
     assert all(torch.equal(a, b) for a, b in zip(alone * 2, together, strict=True))
+
+
+def test_a_block_ends_after_the_call_of_another_thread(llama: PreTrainedModel) -> None:
+    ids, how, begun = tokens(70, 1), {"max_new_tokens": 60, "do_sample": False}, threading.Event()
+
+    def begin(ids: torch.Tensor, _: Any, **__: Any) -> torch.Tensor:
+        begun.set()
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    with ThreadPoolExecutor(1) as pool, pqcache.use(llama, "pqcache", budget=0.3, n_sink=4, b=4):
+        alone = llama.generate(ids, **how)
+        other = pool.submit(llama.generate, ids, stopping_criteria=[begin], **how)
+        begun.wait()
+    assert torch.equal(other.result(), alone)
+
+
+def test_of_two_threads_that_enter_at_once_one_is_refused(
+    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    both = threading.Barrier(2)
+
+    @contextmanager
+    def slow(model: PreTrainedModel) -> Iterator[None]:
+        time.sleep(0.1)
+        with attach(model):
+            yield
+
+    def enter(_: int) -> bool:
+        try:
+            with pqcache.use(llama, "snapkv"):
+                both.wait(60)
+        except RuntimeError:
+            both.wait(60)
+            return False
+        return True
+
+    monkeypatch.setattr(sessions, "attach", slow)
+    with ThreadPoolExecutor(2) as pool:
+        assert sorted(pool.map(enter, range(2))) == [False, True]
 
 
 def test_a_loop_of_one_s_own(llama: PreTrainedModel) -> None:

@@ -27,6 +27,8 @@ from pqcache.selective.placement import home
 from pqcache.selective.support import ATTN, KERNELS
 
 BUDGET = 0.2  # the command's default, too
+_MAKING = threading.Lock()
+_TURNS: WeakKeyDictionary[PreTrainedModel, Any] = WeakKeyDictionary()
 CALIBRATION_WORDS = 16_000  # of the text that a tokenizer encodes for methods that calibrate
 
 
@@ -84,8 +86,15 @@ def use(
         made.know_tokenizer(tokenizer)
     if type(made).prepare is not Method.prepare:
         text = calibration if calibration is not None or tokenizer is None else _calibration_text(tokenizer)
-        made.prepare(model, text, None if cache_dir is None else Path(cache_dir).expanduser())
+        with _turn_of(model):
+            made.prepare(model, text, None if cache_dir is None else Path(cache_dir).expanduser())
     return Session(model, made, attn, kernels)
+
+
+def _turn_of(model: PreTrainedModel) -> Any:
+    """The lock under which threads take turns: hooks and attention are the model's, and know one pass at a time."""
+    with _MAKING:
+        return _TURNS.setdefault(model, threading.RLock())
 
 
 def _calibration_text(tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:
@@ -106,8 +115,7 @@ class Session:
         self.model, self.method, self.attn, self.kernels = model, method, attn, kernels
         self._stack: ExitStack | None = None
         self._last: Report | None = None
-        # calls of several threads take turns: hooks and attention are the model's, and know one pass at a time
-        self._turn = threading.RLock()
+        self._turn = _turn_of(model)
         # cache -> the sequences that `generate` returned with it, (rows, columns); None after beam search
         self._seen: WeakKeyDictionary[SelectiveCache, torch.Tensor | None] = WeakKeyDictionary()
 
@@ -115,12 +123,12 @@ class Session:
 
     def __enter__(self) -> Self:
         attributes = self.model.__dict__
-        before = attributes.get("generate")
-        if isinstance(before, _Generate):
-            raise RuntimeError(
-                f"the model is in a session already (method {before.session.method.name}): leave that block first"
-            )
-        with ExitStack() as stack:
+        with self._turn, ExitStack() as stack:
+            before = attributes.get("generate")
+            if isinstance(before, _Generate):
+                raise RuntimeError(
+                    f"the model is in a session already (method {before.session.method.name}): leave that block first"
+                )
             stack.enter_context(attach(self.model))
             stack.callback(attributes.pop if before is None else attributes.__setitem__, "generate", before)
             attributes["generate"] = _Generate(self, self.model.generate)
@@ -130,9 +138,10 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        stack, self._stack = self._stack, None
-        if stack is not None:
-            stack.close()
+        with self._turn:  # after the call of another thread
+            stack, self._stack = self._stack, None
+            if stack is not None:
+                stack.close()
 
     def cache(self) -> SelectiveCache:
         """A new, empty cache of the method, to be passed as `past_key_values` to every call of a conversation or of your loop."""
@@ -250,4 +259,6 @@ class _Generate:
         self, inputs: Any = None, generation_config: GenerationConfig | None = None, *rest: Any, **kwargs: Any
     ) -> Any:
         with self.session._turn:
+            if self.session._stack is None:
+                raise RuntimeError("the session was left while this call waited for its turn")
             return self.session._generate(self.stock, inputs, generation_config, rest, kwargs)
