@@ -28,6 +28,7 @@ LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # of a file that is read line by 
 REMEMBERED = Path("~/.cache/pqcache/file_hashes.json")  # [device, inode, size, mtime, ctime] -> SHA-256
 LARGE = 1 << 24  # bytes; smaller files are hashed by each process
 ALIASES, DEEPEST = 20, 100  # of a YAML file: each alias may double what it stands for
+YAML_LOADER: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _HALF, _ESCAPED = re.compile("[\ud800-\udfff]"), re.compile(r"\\u[dD][89a-fA-F]")
 
 _hashes: dict[str, str] = {}
@@ -99,18 +100,21 @@ def read_json(path: Path | str) -> Any:
     return parse_json(read_text(path, LARGEST_JSON))
 
 
+def yaml_text(path: Path | str, most: int = ALIASES) -> str:
+    """The text of a YAML file with at most so many aliases and 100 levels. Raises OSError, ValueError or YAMLError."""
+    text, depth, aliases = read_text(path, LARGEST_YAML), 0, 0
+    for event in yaml.parse(text, YAML_LOADER):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        aliases += isinstance(event, yaml.AliasEvent)
+        if depth > DEEPEST or aliases > most:
+            raise ValueError(f"{path}: has more than {most} aliases, or {DEEPEST} levels")
+    return text
+
+
 def read_yaml(path: Path | str, most: int = ALIASES) -> Any:
-    """The YAML value of a file with at most so many aliases. Raises OSError or ValueError."""
-    text = read_text(path, LARGEST_YAML)
-    loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+    """The YAML value of such a file. Raises OSError or ValueError."""
     try:
-        depth = aliases = 0
-        for event in yaml.parse(text, loader):
-            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            aliases += isinstance(event, yaml.AliasEvent)
-            if depth > DEEPEST or aliases > most:
-                raise ValueError(f"{path}: has more than {most} aliases, or {DEEPEST} levels")
-        return whole(yaml.load(text, loader))
+        return whole(yaml.load(yaml_text(path, most), YAML_LOADER))
     except (RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"{path}: is no YAML ({reason(error)})") from error
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from pqcache.outside import LARGEST_YAML, read_text, reason, rendering
+from pqcache.outside import YAML_LOADER, reason, rendering, yaml_text
 
 TEMPLATE_S = 10.0  # seconds in which a template is rendered
 
@@ -31,12 +31,11 @@ def refuse_code(folder: Path) -> None:
             continue
         seen.add(path)
         try:
-            text = read_text(path, LARGEST_YAML)
-            root = yaml.compose(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+            root = yaml.compose(yaml_text(path), Loader=YAML_LOADER)
         except (UnicodeDecodeError, RecursionError, yaml.YAMLError):
             continue  # lm-eval cannot read it either
-        except OSError as error:
-            if path.exists():  # what lm-eval would wait for
+        except (OSError, ValueError) as error:
+            if path.exists():  # what lm-eval would wait for, or not survive
                 raise ValueError(f"task.include={folder}: {reason(error)}") from error
             continue
         if root is None:

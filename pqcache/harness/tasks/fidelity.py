@@ -87,6 +87,7 @@ class Fidelity(Task[FidelityOptions]):
             require(bool(docs), "shortest", shortest, f"{self.options.source} has no prompt of so many tokens")
         else:
             text, facts = self._text()
+            require(bool(text.strip()), "source", self.options.source, "holds no words")
             prompts = windows(Tokens(request.tokenizer, text), length, limit)
             docs = [{"prompt": prompt, "answer": ""} for prompt in prompts]
             settings = {"wrapper": "none"}

@@ -9,18 +9,19 @@ Both are in the row's metrics; `task.extract` chooses the score. A chat model ge
 none by default, and neither does model.chat=false.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Literal
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, in_memory
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows
+from pqcache.harness.tasks.sources import HUB, SOME, DataSet, DataSetTask, Rows
 from pqcache.outside import read_yaml
 
-FIELDS = ("question", "answer")
+FIELDS = {"question": SOME, "answer": re.compile(r"\n#### *\S*\d")}
 FILES = ("test.jsonl", "gsm8k_test.jsonl", "test.parquet")
-TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, graded=FIELDS, files=FILES)
+TEST = DataSet("openai/gsm8k", config="main", fields=FIELDS, files=FILES)
 FILTERS = {"strict": "strict-match", "flexible": "flexible-extract"}
 _NAMES = "Anna Boris Clara David Emil Fatima Georg Hanna Igor Julia".split()
 _THINGS = "apples stamps marbles pencils shells coins cards buttons".split()

@@ -94,8 +94,9 @@ def exemplars(source: str) -> sources.Rows:
         by_index = dict(enumerate(rows))
     else:
         for path in sorted(folder.glob("train*.jsonl")):
-            for row in sources.read_rows(path, fields=FIELDS):
-                by_index.setdefault(int(row.get("train_index", -1)), row)
+            for number, row in enumerate(sources.read_rows(path, fields=FIELDS), 1):
+                if isinstance(index := row.get("train_index"), int):
+                    by_index.setdefault(index, sources.as_said(row, FIELDS, f"{path}, row {number}"))
     missing = [index for index in EXEMPLARS if index not in by_index]
     require(not missing, "source", source, f"holds no train.jsonl with rows {', '.join(map(str, missing))} of GSM8K")
     return [by_index[index] for index in EXEMPLARS]

@@ -8,6 +8,7 @@ another, which calls the completed function through a pipe. What the function re
 on this machine, so `task.execute=true` must be set; a machine that cannot isolate them refuses the task.
 """
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
@@ -16,14 +17,17 @@ from typing import Annotated, Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sandbox import NotReady, judged, protections
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask
+from pqcache.harness.tasks.sources import HUB, SOME, TEXT, DataSet, DataSetTask
 
-FIELDS = ("task_id", "prompt", "canonical_solution", "test", "entry_point")
+FIELDS = {
+    "task_id": TEXT,
+    "prompt": SOME,
+    "canonical_solution": Any,
+    "test": re.compile(r"\bdef check\b"),
+    "entry_point": re.compile(r"^[^\W\d]\w*$"),
+}
 DATA = DataSet(
-    "openai/openai_humaneval",
-    fields=FIELDS,
-    graded=("prompt", "test", "entry_point"),
-    files=("HumanEval.jsonl.gz", "HumanEval.jsonl", "test.parquet"),
+    "openai/openai_humaneval", fields=FIELDS, files=("HumanEval.jsonl.gz", "HumanEval.jsonl", "test.parquet")
 )
 UNTIL = ("\nclass", "\ndef", "\n#", "\nif", "\nprint")
 FOLDS: dict[str, Callable[[list[int]], int]] = {"sum": sum, "largest": max, "smallest": min}

@@ -19,12 +19,13 @@ from typing import Any
 from pqcache.embedded import documents
 from pqcache.fields import Positive
 from pqcache.harness.tasks.base import Longest, TaskRequest, TaskSpec, require
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask, Rows, published_texts
+from pqcache.harness.tasks.sources import HUB, SOME, DataSet, DataSetTask, Rows, published_texts
 
 # LongEval's own rows are on GitHub only; its generator made these.
 REPO = "abacusai/LongChat-Lines"
 ON_HUB = (100, 150, 175, 200, 250, 300, 400, 500, 600, 680, 750, 850, 950, 1100)
 LARGEST = 50_000  # value of a line
+NUMBER = re.compile(r"^\d+$")
 
 
 @dataclass(kw_only=True)
@@ -41,8 +42,8 @@ class LineRetrieval(DataSetTask):
 
     def __init__(self, name: str, options: LineRetrievalOptions) -> None:
         super().__init__(name, options)
-        fields, lines = ("prompt", "expected_number", "num_lines"), options.lines
-        self.data_set = DataSet(REPO, split=str(lines), fields=fields, graded=fields, files=(f"{lines}_lines.jsonl",))
+        fields = {"prompt": SOME, "expected_number": NUMBER, "num_lines": NUMBER}
+        self.data_set = DataSet(REPO, split=str(options.lines), fields=fields, files=(f"{options.lines}_lines.jsonl",))
 
     def check(self) -> None:
         known = self.options.source != HUB or self.options.lines in ON_HUB

@@ -28,11 +28,21 @@ from pqcache.harness.tasks import base
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
-from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, DataSet, check_source, constructed_facts, digest, file_facts
+from pqcache.harness.tasks.sources import (
+    CONSTRUCTED,
+    HUB,
+    SOME,
+    TEXT,
+    DataSet,
+    check_source,
+    constructed_facts,
+    digest,
+    file_facts,
+)
 from pqcache.outside import read_text
 
 OFFLINE = f"{BOOK} (which is shipped) or {CONSTRUCTED}"
-FIELDS, FILES = ("short_book_title", "text"), ("test.jsonl", "test.parquet")
+FIELDS, FILES = {"short_book_title": TEXT, "text": SOME}, ("test.jsonl", "test.parquet")
 DATA = DataSet("emozilla/pg19-test", fields=FIELDS, files=FILES, offline=OFFLINE)
 TOKENS, EMBEDDED_TOKENS = 32_000, 2048
 

@@ -21,7 +21,7 @@ from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.longbench.data_sets import OFFICIAL, fill
 from pqcache.harness.tasks.sources import LONGEST_LINE, Facts, facts_of, read_lines
 from pqcache.naming import closest
-from pqcache.outside import file_hash, open_regular, parse_json, read_text, reason, refusing
+from pqcache.outside import file_hash, open_regular, parse_json, read_text, reason, refusing, whole
 
 FIELDS = ("prompt", "input", "messages", "context", "answer", "answers", "choices", "id")
 LISTS = ("messages", "answers", "choices")
@@ -95,7 +95,9 @@ def read_prompts(source: str, *, fields: Mapping[str, str] | None = None, turns:
 @lru_cache(maxsize=4)
 def _read(files: tuple[Path, ...], fields: tuple[tuple[str, str], ...], turns: bool, mtime: Any) -> tuple[Row, ...]:
     if files[0].suffix == ".txt":
-        return tuple(_Line({"prompt": text_of(file), "id": file.stem}, str(file), {}).row(turns) for file in files)
+        return tuple(
+            _Line({"prompt": text_of(file), "id": whole(file.stem)}, whole(str(file)), {}).row(turns) for file in files
+        )
     lines = _csv_lines(files[0], dict(fields)) if files[0].suffix == ".csv" else read_lines(files[0])
     rows: dict[str, Row] = {}
     for number, line in lines.items():
@@ -181,8 +183,10 @@ class _Line:
         """The messages, the last of which is the user's; of a prompt one."""
         values = self.values
         context = self.text("context", values["context"]) if values.get("context") else ""
-        if self.line.get("dataset") in OFFICIAL and context and "prompt" not in values:
-            return [{"role": "user", "content": fill(self.line["dataset"], {"input": "", **self.line})}]
+        data_set = str(self.line.get("dataset"))
+        if data_set in OFFICIAL and context and "prompt" not in values:
+            asked = self.text("input", values["input"]) if values.get("input") else ""
+            return [{"role": "user", "content": fill(data_set, {"input": asked, "context": context})}]
         if "messages" in values:
             found = self.checked(values["messages"], turns)
         elif "prompt" in values or values.get("input"):

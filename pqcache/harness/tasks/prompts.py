@@ -83,6 +83,10 @@ class Prompts(Task[PromptsOptions]):
         needed = {"fidelity": "where", "choice": "choices"}.get(metric, "answers")
         if lacks := next((row.where for row in rows if not getattr(row, needed)), None):
             raise ValueError(f"task.source: {lacks}, {needed}: is missing; task.metric={metric} needs it in every row")
+        for row in rows if metric in OF_ANSWERS else ():
+            if not any(OF_ANSWERS[metric](answer, answer) for answer in row.answers):
+                why = f"{row.answers[0][:80]!r} scores 0 where it is the response, too; it cannot be graded"
+                raise ValueError(f"task.source: {row.where}, answers: {why} by task.metric={metric}")
         require(metric != "choice" or self.options.cut is None, "cut", "middle", "does not go with task.metric=choice")
         return rows, metric
 

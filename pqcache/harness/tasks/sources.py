@@ -1,6 +1,6 @@
 """Rows of data sets: of the hub, of local files, or constructed. Every error is a one-line ValueError.
 
-    GSM8K = DataSet("openai/gsm8k", config="main", fields=("question", "answer"), files=("test.jsonl",))
+    GSM8K = DataSet("openai/gsm8k", config="main", fields={"question": SOME, "answer": SOME}, files=("test.jsonl",))
     check_source("/data/gsm8k")                         # in an options' __post_init__; reads no file
     rows, facts = GSM8K.read("/data/gsm8k", limit=20)   # facts go into TaskSpec.data, and so into the row
 
@@ -16,9 +16,10 @@ import hashlib
 import io
 import json
 import logging
+import re
 import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, TextIO
@@ -30,7 +31,11 @@ from pqcache.outside import LONGEST_FILE, LONGEST_LINE, file_hash, open_regular,
 HUB, CONSTRUCTED = "hub", "constructed"
 SUFFIXES = (".jsonl", ".jsonl.gz", ".parquet")
 
+SOME, TEXT = re.compile(r"\S"), re.compile("")
+
 Rows = list[dict[str, Any]]
+# Name -> what its value must be: a text that holds this pattern, a list of such texts, of this type, or Any.
+Fields = Mapping[str, Any]
 # What a result row records of its data: source, revision, and the SHA-256 of each file.
 Facts = dict[str, Any]
 
@@ -60,6 +65,30 @@ def blank(value: Any) -> bool:
     return not any(one is not None and str(one).strip() for one in values)
 
 
+def as_said(row: dict[str, Any], fields: Fields, where: str) -> dict[str, Any]:
+    """A row whose fields are what is said of them. A number in a text's place becomes one. Raises a one-line ValueError."""
+
+    def checked(name: str, value: Any, kind: Any) -> Any:
+        if isinstance(kind, list):
+            return [checked(name, one, kind[0]) for one in checked(name, value, list) or [None]]
+        if isinstance(kind, re.Pattern):
+            value = str(value) if type(value) in (int, float) else value
+            if not isinstance(value, str) or not kind.search(value):
+                why = (
+                    "is empty"
+                    if blank(value)
+                    else f"holds no {kind.pattern}"
+                    if isinstance(value, str)
+                    else "is no text"
+                )
+                raise ValueError(f"task.source: {where}: {name} {why}; it cannot be graded")
+        elif kind is not Any and type(value) is not kind:
+            raise ValueError(f"task.source: {where}: {name} is no {kind.__name__}; it cannot be graded")
+        return value
+
+    return {**row, **{name: checked(name, row.get(name), kind) for name, kind in fields.items()}}
+
+
 # -- whole data sets ---------------------------------------------------------------------------------------------------
 
 
@@ -71,11 +100,8 @@ class DataSet:
     config: str | None = None
     split: str = "test"
     revision: str | None = None
-    # Keys that every row has.
-    fields: tuple[str, ...] = ()
+    fields: Fields = field(default_factory=dict, hash=False)  # that every row has
     files: tuple[str, ...] = ("test.jsonl", "test.jsonl.gz", "test.parquet")
-    # Keys without whose text an answer cannot be graded.
-    graded: tuple[str, ...] = ()
     # What task.source may be without the hub, beside a folder.
     offline: str = CONSTRUCTED
 
@@ -86,12 +112,9 @@ class DataSet:
         else:
             path = Path(source).expanduser()
             path = path if path.is_file() else local_file(source, *self.files)
-            rows, facts = _read_file(path, self.fields, path.stat().st_mtime_ns), file_facts(path)
-        for number, row in enumerate(rows[:limit], 1):
-            if empty := [field for field in self.graded if blank(row.get(field))]:
-                what = f"row {number}: {', '.join(empty)} is empty"
-                raise ValueError(f"task.source={source}: {what}; it cannot be graded")
-        return rows[:limit], {**facts, "sha256": dict(facts["sha256"])}
+            rows, facts = _read_file(path, tuple(self.fields), path.stat().st_mtime_ns), file_facts(path)
+        checked = [as_said(row, self.fields, f"{source}, row {number}") for number, row in enumerate(rows[:limit], 1)]
+        return checked, {**facts, "sha256": dict(facts["sha256"])}
 
 
 @lru_cache(maxsize=32)
@@ -241,13 +264,13 @@ def digest(rows: Rows) -> str:
 # -- files of rows -----------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path, *, fields: Sequence[str] = (), limit: int | None = None) -> Rows:
+def read_rows(path: Path, *, fields: Collection[str] = (), limit: int | None = None) -> Rows:
     """The first `limit` rows of a .jsonl, .jsonl.gz or .parquet file, each with at least `fields`."""
     if path.suffix == ".parquet":
-        import pandas as pd
+        from pyarrow import parquet
 
         with refusing(f"task.source: {path} is no Parquet file"), open_regular(path) as file:
-            rows = pd.read_parquet(file).head(limit if limit is not None else None).to_dict("records")
+            rows = parquet.read_table(file).slice(0, limit).to_pylist()
         return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
     return list(read_lines(path, fields=fields, limit=limit).values())
 
@@ -260,7 +283,7 @@ def read_lines(path: Path, **how: Any) -> dict[int, dict[str, Any]]:
 
 
 def parse_lines(
-    file: TextIO, name: str, *, fields: Sequence[str] = (), limit: int | None = None
+    file: TextIO, name: str, *, fields: Collection[str] = (), limit: int | None = None
 ) -> dict[int, dict[str, Any]]:
     """One JSON object per line, by its number; empty lines are skipped. name: the file's, for error messages."""
     rows: dict[int, dict[str, Any]] = {}
@@ -294,7 +317,7 @@ def _bounded(file: TextIO, name: str) -> Iterator[str]:
         yield line
 
 
-def _checked(row: Any, fields: Sequence[str], where: str) -> dict[str, Any]:
+def _checked(row: Any, fields: Collection[str], where: str) -> dict[str, Any]:
     if not isinstance(row, dict):
         raise ValueError(f"task.source: {where} is no JSON object")
     if missing := [field for field in fields if field not in row]:

@@ -17,13 +17,12 @@ from typing import Any, Literal
 from pqcache.embedded import documents
 from pqcache.fields import Positive
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec
-from pqcache.harness.tasks.sources import HUB, DataSet, DataSetTask
+from pqcache.harness.tasks.sources import HUB, SOME, TEXT, DataSet, DataSetTask
 
 DATA = DataSet(
     "EdinburghNLP/xsum",
     revision="refs/convert/parquet",
-    fields=("document", "summary", "id"),
-    graded=("summary",),
+    fields={"document": TEXT, "summary": SOME, "id": TEXT},
     files=("test.jsonl", "test.parquet", "xsum.jsonl"),
 )
 PROMPT = "Summarize the following document: {document}."

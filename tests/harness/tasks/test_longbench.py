@@ -138,8 +138,8 @@ def test_constructed_rows_have_the_format_and_the_length(dataset: str, tokenizer
         assert rows[:2] == construct(dataset, 2, tokens, 0, count)
         assert rows != construct(dataset, 3, tokens, 1, count)
         for row in rows:
-            assert tuple(row) == data_sets.FIELDS
-            data_sets.check_row(dataset, row, "row")
+            assert list(row) == list(data_sets.FIELDS)
+            assert data_sets.checked(dataset, row, "row") == row
             taken = count(row["context"]) + count(row["input"])
             assert taken <= tokens
             assert tokens < 600 or taken > tokens / 2

@@ -147,4 +147,4 @@ def test_wrong_files_of_the_generator_are_refused(tmp_path: Path) -> None:
     write_rows(tmp_path / "vt" / "validation.jsonl", [generated("vt")[1]])
     refused(r"^task\.length=2048: .* has rows of 4090 tokens$", length=2048)
     write_rows(tmp_path / "vt" / "validation.jsonl", [generated("vt", outputs="ABC")[1]])
-    refused(r"^task\.source: .*row 1: no row of RULER's generator")
+    refused(r"^task\.source: .*row 1: outputs is no list; it cannot be graded")

@@ -172,8 +172,8 @@ class LongBench(Task[LongBenchOptions]):
             rows = {dataset: sources.read_rows(path, **how) for dataset, path in paths.items()}
             facts = sources.facts_of("local folder", {path.name: file_hash(path) for path in paths.values()})
         for dataset, name in files.items():
-            for number, row in enumerate(rows[dataset], 1):
-                data_sets.check_row(dataset, row, f"{name}, row {number}")
+            own = enumerate(rows[dataset], 1)
+            rows[dataset] = [data_sets.checked(dataset, row, f"{name}, row {number}") for number, row in own]
         return rows, facts
 
 

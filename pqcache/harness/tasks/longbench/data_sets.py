@@ -15,10 +15,26 @@ from typing import Any
 import yaml
 
 from pqcache.harness.tasks import metrics
-from pqcache.harness.tasks.sources import blank
+from pqcache.harness.tasks.sources import SOME, TEXT, Fields, as_said, blank
 from pqcache.outside import read_yaml
 
-FIELDS = ("input", "context", "answers", "length", "dataset", "language", "all_classes", "_id")
+FIELDS = {
+    "input": TEXT,
+    "context": TEXT,
+    "answers": [TEXT],
+    "length": int,
+    "dataset": TEXT,
+    "language": TEXT,
+    "all_classes": Any,
+    "_id": TEXT,
+}
+# what the score of a data set looks for in its answers
+_GRADED: dict[str, Fields] = {
+    "trec": {"answers": [SOME], "all_classes": [SOME]},
+    "passage_retrieval_en": {"answers": [re.compile(r"Paragraph \d")]},
+    "passage_retrieval_zh": {"answers": [re.compile(r"段落\d")]},
+    "passage_count": {"answers": [re.compile(r"\d")]},
+}
 
 
 @dataclass(frozen=True)
@@ -77,16 +93,13 @@ def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:
     return next((tokens for name, tokens in lengths.items() if name in plain), None)
 
 
-def check_row(dataset: str, row: dict[str, Any], where: str) -> None:
-    """Refuse a row that is not in LongBench's format."""
-    answers, classes = row["answers"], row["all_classes"]
-    texts = all(isinstance(text, str) for text in (row["input"], row["context"], *(answers or [])))
-    listed = isinstance(answers, list) and not blank(answers) and (isinstance(classes, list) or dataset != "trec")
-    if not (listed and texts and isinstance(row["length"], int)):
-        raise ValueError(
-            f"task.source: {where}: no row of LongBench (input and context are texts, answers a list of texts,"
-            " not all empty, length a number, all_classes of trec a list)"
-        )
+def checked(dataset: str, row: dict[str, Any], where: str) -> dict[str, Any]:
+    """A row in LongBench's format. Raises a one-line ValueError for one that cannot be graded."""
+    row = as_said(row, {**FIELDS, **_GRADED.get(dataset, {})}, where)
+    if blank(row["answers"]) or (dataset == "trec" and not {*row["answers"]} <= {*row["all_classes"]}):
+        why = "are empty" if blank(row["answers"]) else "are none of all_classes"
+        raise ValueError(f"task.source: {where}: answers {why}; it cannot be graded")
+    return row
 
 
 def score(dataset: str, response: str, answers: Sequence[str], classes: Sequence[str] | None) -> float:

@@ -10,17 +10,30 @@ The generator's older versions leave the beginning of the answer in `input`; it 
 versions find it. A prompt that does not begin with RULER's own words holds a model's turns: it is not wrapped again.
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NIAH
-from pqcache.harness.tasks.sources import HUB, SUFFIXES, DataSet, Facts, Rows, facts_of, published_texts
+from pqcache.harness.tasks.sources import (
+    HUB,
+    SOME,
+    SUFFIXES,
+    TEXT,
+    DataSet,
+    Facts,
+    Rows,
+    as_said,
+    facts_of,
+    published_texts,
+)
+from pqcache.outside import refusing
 
-FIELDS = ("context", "question", "answer_prefix", "answer", "task")
-GRADED = ("context", "answer")
-GENERATED = ("input", "outputs")
+FIELDS = {"context": SOME, "question": TEXT, "answer_prefix": TEXT, "answer": [SOME], "task": SOME}
+GENERATED = {"input": SOME, "outputs": [SOME]}
+MORE = {"answer_prefix": TEXT, "length": re.compile(r"^\d+$")}  # that a row of the generator may have
 
 RowsByFamily = dict[str, Rows]
 
@@ -33,14 +46,15 @@ def read(source: str, length: int, families: Sequence[str]) -> tuple[RowsByFamil
     path = Path(source).expanduser()
     whole = [path, *(path / f"{length}{ending}" for ending in SUFFIXES)]
     if source == HUB:
-        rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS, graded=GRADED).read(HUB)
+        rows, facts = DataSet("simonjegou/ruler", config=str(length), fields=FIELDS).read(HUB)
         by_family = _sorted(rows)
     elif (file := next((one for one in whole if one.is_file()), None)) is not None:
         by_family, facts = _read_file(file, families)
     else:
         by_family, facts = _read_folder(path, length, families)
     if source != HUB:
-        lengths = [int(row.get("length", 0)) for family in families for row in by_family.get(family, [])]
+        with refusing(f"task.source={source}: a row's length is no number"):
+            lengths = [int(row.get("length") or 0) for family in families for row in by_family.get(family, [])]
         longest = max(lengths, default=0)
         require(longest <= length, "length", length, f"{source} has rows of {longest} tokens")
     missing = [family for family in families if family not in by_family]
@@ -59,7 +73,7 @@ def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, Facts
     """One file of either layout. Without a field `task` its name says the task, or there is only one to run."""
     rows, facts = DataSet(str(path)).read(str(path))
     if "input" not in rows[0]:
-        rows, facts = DataSet(str(path), fields=FIELDS, graded=GRADED).read(str(path))
+        rows, facts = DataSet(str(path), fields=FIELDS).read(str(path))
         return _sorted(rows), facts
     names = [name for name in (path.name.partition(".")[0], path.parent.name) if name in FAMILIES]
     alone = (names or [*families])[0] if names or len(families) == 1 else None
@@ -67,7 +81,7 @@ def _read_file(path: Path, families: Sequence[str]) -> tuple[RowsByFamily, Facts
     for number, row in enumerate(rows, 1):
         family = row.get("task", alone)
         none = f"row {number} names none of RULER's tasks (task.families=[<one>] does)"
-        require(family in FAMILIES, "source", path, none)
+        require(isinstance(family, str) and family in FAMILIES, "source", path, none)
         made.append(from_generator(str(family), row, f"{path}, row {number}"))
     return _sorted(made), facts
 
@@ -84,7 +98,7 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
             continue
         by_family[family] = []  # known to be there, for an error's list
         if family in families:
-            rows, facts = DataSet(str(path), fields=GENERATED, graded=GENERATED).read(str(path))
+            rows, facts = DataSet(str(path), fields=GENERATED).read(str(path))
             by_family[family] = [from_generator(family, row, f"{path}, row {i}") for i, row in enumerate(rows, 1)]
             digests[str(path.relative_to(folder))] = next(iter(facts["sha256"].values()))
     wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
@@ -94,9 +108,8 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
 
 def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, Any]:
     """A row of RULER's generator (`input`, `outputs`, newer ones `answer_prefix`) with FIELDS."""
-    text, answers = row.get("input"), row.get("outputs")
-    if not (isinstance(text, str) and isinstance(answers, list) and answers):
-        raise ValueError(f"task.source: {where}: no row of RULER's generator (input is a text, outputs a list)")
+    row = as_said(row, {**GENERATED, **{name: kind for name, kind in MORE.items() if row.get(name) is not None}}, where)
+    text, answers = row["input"], row["outputs"]
     kind = "niah" if family in NIAH else "qa" if family.startswith("qa") else family
     texts = published_texts("ruler")
     prefix = row.get("answer_prefix")
@@ -106,4 +119,4 @@ def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, An
     # niah's first word is A for one needle
     first = ("Some special magic", "A special magic") if kind == "niah" else texts[kind][:20]
     made = {"context": text, "question": "", "answer_prefix": prefix, "answer": answers, "task": family}
-    return {**made, "length": row.get("length", 0), "wrapped": not text.lstrip().startswith(first)}
+    return {**made, "length": row.get("length") or 0, "wrapped": not text.lstrip().startswith(first)}
