@@ -105,9 +105,20 @@ def _convert(file: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     # of a truncated file the reader cannot map the last tensors
-    fields = GGUFReader(file).fields
+    reader = GGUFReader(file)
+    fields, blocks = (
+        reader.fields,
+        {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name[:4] == "blk."},
+    )
+    count = next(
+        (int(field.contents()) for name, field in fields.items() if name.endswith(".block_count")), len(blocks)
+    )
+    if count != len(blocks):
+        raise ValueError(f"holds {len(blocks)} layers, and says block_count={count}")
     kind = fields.get("general.file_type")
     quantization = LlamaFileType(int(kind.contents())).name.removeprefix("MOSTLY_") if kind is not None else "unknown"
+    if any(tensor.name.startswith("rope_freqs") for tensor in reader.tensors):
+        raise ValueError("scales its rotation (rope_freqs.weight), which transformers does not read; use safetensors")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     ours: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar

@@ -4,22 +4,22 @@ import contextlib
 import hashlib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, get_args, get_origin
+from typing import Annotated, Any, Literal, get_args, get_origin
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from pqcache.fields import describe
 from pqcache.harness.config.options import fits
-from pqcache.outside import file_hash, read_json, reason
+from pqcache.outside import LARGEST_JSON, file_hash, read_json, reason
 
 SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"  # as transformers names them; with .index.json: in parts
 ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function")
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+FLOATS = sorted(name for name, kind in vars(torch).items() if isinstance(kind, torch.dtype) and kind.is_floating_point)
 # What config.json and generation_config.json say -> what is believed of it. Of numbers some models have a list.
 _WIDTH, _ID, _FACTOR = Annotated[int, 1, 1 << 16], Annotated[int, -1, 1 << 28], Annotated[float, 1e-9, 1e12]
-_FACTORS = (
-    "rope_theta factor beta_fast beta_slow low_freq_factor high_freq_factor attention_factor short_factor long_factor"
-)
+_FACTORS = "factor beta_fast beta_slow low_freq_factor high_freq_factor attention_factor short_factor long_factor"
 BELIEVED: dict[str, Any] = {
     "num_hidden_layers": Annotated[int, 1, 10_000],
     "hidden_size": Annotated[int, 1, 1 << 20],
@@ -29,14 +29,17 @@ BELIEVED: dict[str, Any] = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), _WIDTH),
     **dict.fromkeys(("max_position_embeddings", "original_max_position_embeddings"), Annotated[int, 1, 1 << 40]),
     **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), _ID),
-    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), Annotated[float, 0, 0.1]),
+    **dict.fromkeys(("rms_norm_eps", "layer_norm_eps"), Annotated[float, 0, 0.01]),
     **dict.fromkeys(_FACTORS.split(), _FACTOR),
+    "rope_theta": Annotated[float, 1.001, 1e12],
     "partial_rotary_factor": Annotated[float, 1e-3, 1],
+    "sliding_window": Annotated[int, 1, 1 << 40],
     **dict.fromkeys(("text_config", "quantization_config"), dict),
-    **dict.fromkeys(("dtype", "torch_dtype", *ACTIVATIONS), str),
+    **dict.fromkeys(("dtype", "torch_dtype"), Literal["auto", *FLOATS]),
+    **dict.fromkeys(("model_type", "rope_type", "quant_method", *ACTIVATIONS), str),
 }
 # that are looked into; of rotations also those of kinds of layers
-PARTS = ("text_config", "rope_parameters", "rope_scaling")
+PARTS = ("text_config", "rope_parameters", "rope_scaling", "quantization_config")
 HUB = (
     "cannot be loaded; set model.path to a local folder, or check the name, the network and, for a gated model, that its licence"
     " is accepted and `hf auth login` was run"
@@ -66,6 +69,8 @@ def check_files(path: object, folder: Path) -> None:
     for file in folder.iterdir():
         if file.exists() and not file.is_file() and not file.is_dir():
             raise Unusable(f"model.path={path}: {file.name} is no regular file")
+        if file.suffix in (".json", ".jinja") and file.exists() and file.stat().st_size > LARGEST_JSON:
+            raise Unusable(f"model.path={path}: {file.name} is larger than {LARGEST_JSON} bytes")
     for file in [folder / name for name in OBJECTS if (folder / name).is_file()]:
         with reading(path, f"{file.name} is no JSON"):
             said = read_json(file)
@@ -119,7 +124,7 @@ def check_values(path: object, said: Mapping[str, Any], file: str = "config.json
         number = get_origin(kind) is Annotated
         values = value if isinstance(value, list | tuple) and number else [value]
         if value is not None and not all(fits(one, kind) for one in values):
-            expected = "{} to {}".format(*get_args(kind)[1:]) if number else {dict: "a mapping", str: "a text"}[kind]
+            expected = "{} to {}".format(*get_args(kind)[1:]) if number else describe(kind)
             raise Unusable(f"model.path={path}: {file} says {name}={value!r:.60}; expected {expected}")
         if isinstance(value, dict) and (inside or name in PARTS):
             check_values(path, value, file, inside=name.startswith("rope"))
@@ -162,6 +167,9 @@ def check_config(path: object, config: PreTrainedConfig) -> None:
         if isinstance(said, dict):
             names.append(("rope_type", said.get("rope_type"), {"default", *ROPE_INIT_FUNCTIONS}))
             factors = [(key, said[key]) for key in ("short_factor", "long_factor") if isinstance(said.get(key), list)]
+            low, high = said.get("low_freq_factor"), said.get("high_freq_factor")
+            if isinstance(low, int | float) and isinstance(high, int | float) and low >= high:
+                refuse("low_freq_factor", low, f", not below high_freq_factor={high}")
             turned = int((width or 0) * (said.get("partial_rotary_factor") or 1)) // 2
             for key, factor in factors:
                 if turned and len(factor) != turned:
@@ -180,11 +188,16 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
 
     floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
     stored = [pair for file in sorted(Path(path).glob("*.safetensors")) for pair in _stored(file)]
+    # where a quantization is known its scales are, too
+    packed = getattr(model.config, "quantization_config", None) is not None
+    kinds_of_floats = ("F64", "F32", "F16", "BF16", *(("F8_E4M3", "F8_E5M2") if packed else ()))
     kinds = {
         "its files lack": info["missing_keys"],
         "the model has no place for": info["unexpected_keys"],
         "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
-        "whole numbers without scales are": [name for name, kind in stored if "F" not in kind and name in floating],
+        "packed without scales are": [
+            name for name, kind in stored if kind not in kinds_of_floats and name in floating
+        ],
     }
     lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
     if lines and not allowed:
@@ -195,7 +208,9 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
             raise Unusable(f"model.path={path}: {name} holds NaN or infinity")
     last = torch.arange(1, 9) * model.get_input_embeddings().weight.shape[0] // 9
     with torch.inference_mode():  # eight prompts of two tokens that end in the same
-        logits = model(torch.stack([last, last[:1].expand(8)], 1).to(model.device)).logits[:, -1].nan_to_num()
+        logits = model(torch.stack([last, last[:1].expand(8)], 1).to(model.device)).logits[:, -1]
+    if bool(logits.isnan().any()):
+        raise Unusable(f"model.path={path}: its logits are NaN")
     if torch.equal(logits, logits[:1].expand_as(logits)):
         raise Unusable(f"model.path={path}: its logits are the same whatever the prompt is")
     return sum(map(len, kinds.values()))
