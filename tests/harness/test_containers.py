@@ -66,6 +66,17 @@ GROUPS: dict[str, tuple[str, dict[str, str], Any]] = {
     "with another controller": ("9:cpu,memory:/d", {f"memory/d/{V1[0]}": "80", f"memory/d/{V1[1]}": "1"}, 79),
     "none": ("0::/a", MAX, None),
     "a damaged file": ("0::/a", {"a/memory.max": "x", "a/memory.current": ""}, None),
+    "files that it gives back": (
+        "0::/",
+        {"memory.max": "100", "memory.current": "90", "memory.stat": "anon 10\ninactive_file 70\n"},
+        80,
+    ),
+    "files that version 1 gives back": (
+        "9:memory:/d",
+        {f"memory/d/{V1[0]}": "80", f"memory/d/{V1[1]}": "70", "memory/d/memory.stat": "total_inactive_file 30"},
+        40,
+    ),
+    "names that are no names": ("x\n:\n\n0::/a", {"a/memory.max": "100", "a/memory.current": "40"}, 60),
     "no file": ("", {}, None),
 }
 CPUS: dict[str, tuple[str, dict[str, str], Any]] = {
@@ -76,6 +87,7 @@ CPUS: dict[str, tuple[str, dict[str, str], Any]] = {
     "version 1": ("4:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "400000", "cpu/d/cpu.cfs_period_us": "100000"}, 4),
     "none of version 1": ("4:cpu:/d", {"cpu/d/cpu.cfs_quota_us": "-1", "cpu/d/cpu.cfs_period_us": "100000"}, None),
     "no period": ("0::/a", {"a/cpu.max": "200000 0"}, None),
+    "names that are no names": ("\xff\n:\n0::/a", {"a/cpu.max": "200000 100000"}, 2),
     "none": ("0::/a", {"a/cpu.max": "max 100000"}, None),
 }
 
@@ -86,7 +98,7 @@ def test_the_limit_of_a_control_group(tmp_path: Path, case: tuple[Any, tuple[str
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    (tmp_path / "own").write_text(own)
+    (tmp_path / "own").write_text(own, encoding="latin-1")
     assert read(tmp_path, tmp_path / "own") == left
 
 
@@ -107,5 +119,6 @@ FORMULAS = ["=1+1", "+1", "@SUM(A1)", "-2+3", "\t=1", "\r=1", '=HYPERLINK("x")']
 
 @cases(FORMULAS)
 def test_a_formula_is_a_text(tmp_path: Path, case: str) -> None:
-    Report("t", "c", [], {}).write(tmp_path / "t", pd.DataFrame({"a": [case, "x"], "b": [-1.0, 2.0]}))
-    assert list(pd.read_csv(tmp_path / "t.csv")["a"]) == [r"\r=1" if case[0] == "\r" else f"'{case}", "x"]
+    Report("t", "c", [], {}).write(tmp_path / "t", pd.DataFrame({case: [case, "x"], "b": [-1.0, 2.0]}))
+    text = r"\r=1" if case[0] == "\r" else f"'{case}"
+    assert list(pd.read_csv(tmp_path / "t.csv")[text]) == [text, "x"]

@@ -219,7 +219,7 @@ def contradicted(folder: Path, row: Mapping[str, Any]) -> list[str]:
     """What a row says of its cell that its folder's configuration, if there is one, does not."""
     try:
         stored = read_config(folder)
-        wrong = ["seed"] if stored["seed"] != row["seed"] else []
+        wrong = [key for key in ("seed", "protocol") if stored[key] != row[key]]
         for group, options in OPTIONS.items():
             said = {**stored[group], "name": stored[group]["path" if stored[group]["name"] == "hf" else "name"]}
             known = {**row[options], "name": row[group], **({"device": said.get("device")} if group == "model" else {})}

@@ -54,7 +54,7 @@ def _bad_folder(text: str) -> str:
 def nearest_existing(path: Path) -> Path:
     """The path itself, or the nearest folder above it that exists."""
     path = path.absolute()
-    while not os.path.exists(path) and path != path.parent:
+    while not os.path.lexists(path) and path != path.parent:
         path = path.parent
     return path
 

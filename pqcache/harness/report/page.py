@@ -45,7 +45,8 @@ FACTS: dict[str, Callable[[Row], Any]] = {
 
 def write(root: Path, out: Path, name: str) -> Path:
     """Write the page of a folder's rows into `out`. name: of the folder, for the title."""
-    environment, path = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True), out / NAME
+    how: dict[str, Any] = {"finalize": lambda one: printable(one) if type(one) is str else one}  # no Markup
+    environment, path = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, **how), out / NAME
     views = cell_views(root)
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
     rows = [row for group in groups for row in group]
@@ -58,7 +59,7 @@ def write(root: Path, out: Path, name: str) -> Path:
         data["cells"].append({"id": view.name, "title": title, "samples": view.samples, "of": view.n_samples})
     deviating = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
-        name=printable(name),
+        name=name,
         library=_library(),
         data=as_script(data),
         views=views,

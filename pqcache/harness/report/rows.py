@@ -384,6 +384,8 @@ def damage(value: Any) -> str | None:
         return f"lacks {', '.join(missing[:5])}"
     if (key := misfit(value, kinds, kinds.keys() - NEEDED)) is not None:
         return f"{key} is {one_line(value[key])[:60]}"
+    if key := next((key for key in ("score_interval", "paired_interval") if len(value[key] or "ab") != 2), None):
+        return f"{key} has {len(value[key])} ends"
     # the metrics of lm-eval's tasks may have another range
     least, most = (-math.inf, math.inf) if value["task"].startswith("lm_eval:") else (0, 100 + ROUNDING)
     if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):
@@ -393,8 +395,9 @@ def damage(value: Any) -> str | None:
     if value["sample_scores"]:
         if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
             return f"n_samples is {value['n_samples']}, but it has {count} scores"
-        mean = score_statistics.mean(value["sample_scores"])
-        if value["score"] is not None and (mean is None or abs(value["score"] - mean) > ROUNDING):
+        mean, score = score_statistics.mean(value["sample_scores"]), value["score"]
+        agree = (score is None) == (mean is None) if None in (score, mean) else abs(score - mean) <= ROUNDING
+        if not agree and not value["n_failed"]:
             return f"score is {value['score']}, but its samples' mean is {mean}"
     elif value["score"] is not None and not least <= value["score"] <= most:
         return f"score is {value['score']}"

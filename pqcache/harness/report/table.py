@@ -163,7 +163,11 @@ class Report:
 
     def write(self, stem: Path, numbers: pd.DataFrame) -> list[Path]:
         """Write <stem>.md, .tex and, of the numbers, .csv."""
-        made = {".md": self.markdown(), ".tex": self.latex(), ".csv": numbers.map(_as_text).to_csv(index=False)}
+        made = {
+            ".md": self.markdown(),
+            ".tex": self.latex(),
+            ".csv": numbers.map(_as_text).rename(columns=_as_text).to_csv(index=False),
+        }
         for suffix, text in made.items():
             write_text(stem.with_suffix(suffix), text)
         return [stem.with_suffix(suffix) for suffix in made]
@@ -261,5 +265,5 @@ def _as_text(value: Any) -> Any:
     """A text for a spreadsheet, which takes one that begins like a formula for one."""
     if not isinstance(value, str):
         return value
-    text = value.replace("\r", "\\r")  # unquoted it would end the line
+    text = printable(value)  # a carriage return would end the line
     return f"'{text}" if text.startswith(("=", "+", "@", "-", "\t")) else text

@@ -108,13 +108,22 @@ def free_bytes(device: torch.device) -> int:
 def group_limit(folder: Path = GROUPS, own: Path = OWN) -> int | None:
     """Bytes that the process's control groups leave; None if none sets a limit."""
     new, old = ("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes")
-    return min((max(0, most - used) for most, used in _limits("memory", new, old, folder, own)), default=None)
+    groups = _limits("memory", new, old, folder, own)
+    return min((max(0, most - used + _given_back(at)) for at, most, used in groups), default=None)
+
+
+def _given_back(group: Path) -> int:
+    """Bytes of files that a control group holds in memory and gives back when it is short: read once, as weights are."""
+    with contextlib.suppress(OSError, ValueError):
+        said = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        return int(said.get("total_inactive_file", said.get("inactive_file", 0)))  # of version 1, or 2
+    return 0
 
 
 def group_cpus(folder: Path = GROUPS, own: Path = OWN) -> int | None:
     """How many CPUs the process's control groups give it all the time, at least 1; None if none sets a limit."""
     pairs = _limits("cpu", ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"), folder, own)
-    return min((max(1, quota // period) for quota, period in pairs if period), default=None)
+    return min((max(1, quota // period) for _, quota, period in pairs if period), default=None)
 
 
 def keep_to_group() -> None:
@@ -126,14 +135,15 @@ def keep_to_group() -> None:
 
 def _limits(
     controller: str, new: tuple[str, ...], old: tuple[str, ...], folder: Path, own: Path
-) -> Iterator[tuple[int, int]]:
-    """The two numbers of each control group of the process that sets a limit, from its own up to the root.
+) -> Iterator[tuple[Path, int, int]]:
+    """The folder and the two numbers of each control group of the process that sets a limit, from its own up to the root.
 
     new, old: files of version 2 and 1 that hold them. folder: where groups are mounted. own: the file with their names.
     """
     groups = {"": "/", controller: "/"}
     with contextlib.suppress(OSError):
-        for _, names, place in (line.split(":", 2) for line in own.read_text().splitlines()):
+        said = own.read_text(errors="replace").splitlines()
+        for _, names, place in (line.split(":", 2) for line in said if line.count(":") > 1):
             groups |= dict.fromkeys(names.split(","), place)
     for name, files in (("", new), (controller, old)):
         path = Path(groups[name])
@@ -142,4 +152,4 @@ def _limits(
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
                 first, second = (int(word) for file in files for word in (at / file).read_text().split())
                 if first >= 0:  # -1: none in version 1
-                    yield first, second
+                    yield at, first, second

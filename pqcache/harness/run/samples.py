@@ -27,6 +27,7 @@ from filelock import FileLock, Timeout
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.environment import Facts
+from pqcache.harness.config.options import one_line
 from pqcache.harness.report.sample_lines import Key, Sample, SampleMarks, key_of, read_all
 from pqcache.outside import lines, open_regular, read_json
 from pqcache.selective import GenerationResult
@@ -112,7 +113,8 @@ def claim(folder: Path) -> Iterator[None]:
         raise Busy(f"{folder}: another process is running this cell: {_owner(folder)}") from None
     try:
         owner = {"pid": os.getpid(), "host": socket.gethostname(), "since": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
-        write_text(folder / OWNER, json.dumps(owner) + "\n")
+        with contextlib.suppress(OSError):  # on a full disk nobody learns who runs the cell
+            write_text(folder / OWNER, json.dumps(owner) + "\n")
         yield
     finally:
         lock.release()
@@ -121,7 +123,7 @@ def claim(folder: Path) -> Iterator[None]:
 def _owner(folder: Path) -> str:
     try:
         owner = read_json(folder / OWNER)
-        return f"process {owner['pid']} on {owner['host']} (since {owner['since']})"
+        return one_line(f"process {owner['pid']} on {owner['host']} (since {owner['since']})")[:200]
     except (OSError, ValueError, KeyError, TypeError):
         return "its owner is not known yet"
 
