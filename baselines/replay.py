@@ -75,7 +75,7 @@ class Replay(RetrievalMethod):
         super().validate()
         self.require("trace", self.trace is not None, "a trace file, or a folder of them (method.trace=...)")
         path = Path(str(self.trace)).expanduser()
-        self.require("trace", path.exists(), "an existing file or folder")
+        self.require("trace", path.is_file() or path.is_dir(), "an existing file or folder")
         self.require("trace", bool(self.files()), f"a folder with *{SUFFIX} files")
 
     def setup(self) -> None:

@@ -7,7 +7,6 @@ import errno
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 
 from pqcache.places import CONFIGS
 
@@ -27,6 +26,15 @@ def console() -> int:
 
 def main(argv: list[str]) -> int:
     """Run a command line. Exit codes: 0 done, 1 a cell failed, 2 the command is wrong, 130 interrupted."""
+    try:
+        return _checked(argv)
+    except KeyboardInterrupt:  # before a run begins, which says itself what is done
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+
+
+def _checked(argv: list[str]) -> int:
+    """`main` where nobody interrupts."""
     if wrong := [word for word in argv if word != word.encode(errors="replace").decode()]:
         print(f"error: {ascii(wrong[0])[1:-1][:200]}: is no UTF-8", file=sys.stderr)
         return 2
@@ -39,16 +47,20 @@ def main(argv: list[str]) -> int:
         print(f"error: {', '.join(missing)}: not installed; pip install 'pqcache-lab[harness]'", file=sys.stderr)
         return 2
     from pqcache.harness.config.options import Refused
+    from pqcache.harness.run.streams import guarded
 
-    try:
-        return _run(argv)
-    except KeyboardInterrupt:  # before a run begins, which says itself what is done
-        print("\ninterrupted", file=sys.stderr)
-        return 130
-    except Refused as refused:
-        for line in refused.lines:
-            print(f"error: {line}", file=sys.stderr)
-        return 2
+    with guarded() as out:
+        try:
+            code = _run(argv)
+        except Refused as refused:
+            for line in refused.lines:
+                print(f"error: {line}", file=sys.stderr)
+            code = 2
+        out.flush()
+        if out.error is not None and out.error.errno != errno.EPIPE:
+            print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
+            code = code or 1
+    return code
 
 
 def answered_by(argv: list[str]) -> str:
@@ -64,20 +76,24 @@ def _run(argv: list[str]) -> int:
     if not argv or HELP & words:
         from pqcache.harness import lookup
 
-        return _guarded(lambda: print(lookup.full_help() if argv else lookup.short_help()) or 0)
+        print(lookup.full_help() if argv else lookup.short_help())
+        return 0
     if HYDRA_ANSWERS & words:
         import hydra
 
-        hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
+        try:
+            hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name="config")(lambda _: None)()
+        except SystemExit as ended:
+            return int(ended.code or 0)
         return 0
     if (by := answered_by(argv)) == "rows":
         from pqcache.harness.report import folder_command
 
-        return _guarded(lambda: folder_command.answer(argv))
+        return folder_command.answer(argv)
     if by == "lookup":
         from pqcache.harness import lookup
 
-        return _guarded(lambda: lookup.answer(argv))
+        return lookup.answer(argv)
     from pqcache.harness.config.cells import make_plan
     from pqcache.harness.config.compose import compose_all
 
@@ -94,20 +110,7 @@ def _run(argv: list[str]) -> int:
     from pqcache.harness.launch.progress import Total
     from pqcache.harness.run.runner import run_plan
 
-    return _guarded(lambda: run_plan(plan, Total()))
-
-
-def _guarded(work: Callable[[], int]) -> int:
-    """The exit code of what prints, also where standard output is closed or full."""
-    from pqcache.harness.run.streams import guarded
-
-    with guarded() as out:
-        code = work()
-        out.flush()
-        if out.error is not None and out.error.errno != errno.EPIPE:
-            print(f"error: standard output cannot be written ({out.error.strerror})", file=sys.stderr)
-            code = code or 1
-    return code
+    return run_plan(plan, Total())
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -29,7 +30,7 @@ from pqcache.harness.tasks.longbench import constructed as longbench
 from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
-from pqcache.harness.tasks.ruler.files import GENERATED
+from pqcache.harness.tasks.ruler.files import GENERATED, from_generator
 from pqcache.harness.tasks.sources import DataSet
 from pqcache.outside import read_json
 from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned
@@ -120,6 +121,8 @@ ROWS: dict[str, Change] = {
     "endless tokens": lambda row: {**row, "generated_tokens": 1e18},
     "a negative time": lambda row: {**row, "tt2t_s": -0.1},
     "infinity": lambda row: json.dumps(row).replace('"tt2t_s": 0.6', '"tt2t_s": Infinity'),
+    "an interval of three ends": lambda row: {**row, "score_interval": [1.0, 2.0, 3.0]},
+    "no score beside scores": lambda row: {**row, "score": None},
     "an interval of no number": lambda row: json.dumps({**row, "score_interval": [float("nan"), 1.0]}),
     "failed samples beside a score": lambda row: {**row, "n_failed": 1},
     "a list": lambda row: [row],
@@ -293,19 +296,40 @@ def test_words_that_are_no_utf8_are_one_line(case: str, capsys: Capture) -> None
     assert "is no UTF-8" in error_of(capsys, main(case.split()))
 
 
-def test_ctrl_c_before_a_run_is_130(monkeypatch: Patch, capsys: Capture) -> None:
+@cases([(os, "getcwd"), (cells, "make_plan")])
+def test_ctrl_c_before_a_run_is_130(monkeypatch: Patch, capsys: Capture, case: tuple[Any, str]) -> None:
     def stop(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cells, "make_plan", stop)
-    assert main(["method=full"]) == 130 and capsys.readouterr().err == "\ninterrupted\n"
+    monkeypatch.setattr(*case, stop)
+    code = main(["method=full"])
+    monkeypatch.undo()
+    assert code == 130 and capsys.readouterr().err == "\ninterrupted\n"
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is always full")
+@cases(["method=full --cfg job", "--hydra-help", "--version", "-sc install=bash", "list=methods", "--help"])
+def test_a_full_output_is_one_line(monkeypatch: Patch, capsys: Capture, case: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", *case.split()])
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        assert main(case.split()) == 1
+    assert capsys.readouterr().err == "error: standard output cannot be written (No space left on device)\n"
+
+
+GOOD: dict[str, Any] = {"test": "def check(f): f()", "answer": "1 + 1\n#### 2", "outputs": ["x"]}
 EMPTY = [
     *((humaneval.DATA, field, value) for field in ("prompt", "test", "entry_point") for value in (None, "", "\n\t")),
     *((xsum.DATA, "summary", value) for value in (None, "", " ", [])),
     *((TEST, field, value) for field in ("question", "answer") for value in (None, "")),
-    *((DataSet("rows", fields=GENERATED, graded=GENERATED), "outputs", value) for value in (None, [], [""], [None])),
+    *((DataSet("rows", fields=GENERATED), "outputs", value) for value in (None, [], [""], [None])),
+    *((humaneval.DATA, field, value) for field in ("prompt", "test") for value in (["x"], True, {"x": 1})),
+    *((humaneval.DATA, "entry_point", value) for value in ("1a", "a b", "f()", 7)),
+    *((humaneval.DATA, "test", value) for value in ("assert f(1)", "check")),
+    *((xsum.DATA, field, value) for field in ("summary", "document") for value in (True, {"x": 1}, ["x"])),
+    *((TEST, "answer", value) for value in ("2", "1 + 1\n####", "1 + 1\n#### two", 2, ["#### 2"])),
+    *((DataSet("rows", fields=GENERATED), "outputs", value) for value in ("x", [["x"]], [True], ["x", " "], [{}])),
+    *((DataSet("rows", fields=GENERATED), "input", value) for value in (["x"], False, "\n")),
 ]
 
 
@@ -316,27 +340,66 @@ SOURCES = ["file", "hub"]
 @cases(EMPTY)
 def test_rows_that_cannot_be_graded_are_refused(tmp_path: Path, monkeypatch: Patch, case: Any, source: str) -> None:
     data, field, value = case
-    good = dict.fromkeys(data.fields, "x")
+    good = {name: GOOD.get(name, "x") for name in data.fields}
     path = tmp_path / "test.jsonl"
     path.write_text(f"{json.dumps(good)}\n{json.dumps({**good, field: value})}\n")
     monkeypatch.setattr(sources.hub, "without", lambda *_: "")
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: sources.read_rows(path))
     sources._read_hub.cache_clear()
     where = "hub" if source == "hub" else str(path)
-    with pytest.raises(ValueError, match=f"row 2: {field} is empty"):
+    with pytest.raises(ValueError, match=f"row 2: {field} (is|holds) [^;\n]*; it cannot be graded"):
         data.read(where)
     assert data.read(where, limit=1)[0] == [good]
     sources._read_hub.cache_clear()
 
 
-UNANSWERED = [[], [""], [None], None, "x"]
+UNANSWERED: list[tuple[str, dict[str, Any]]] = [
+    *(("qasper", {"answers": value}) for value in ([], [""], [None], None, "x", [["x"]], [True], {"x": 1})),
+    *(("qasper", {"length": value}) for value in (True, "7", None)),
+    *(("qasper", {field: value}) for field in ("input", "context") for value in (None, ["x"], {})),
+    *(("trec", {"all_classes": value}) for value in (None, [], "x", ["y"], ["x", None], ["x", ""])),
+    *((f"passage_{kind}", {}) for kind in ("retrieval_en", "retrieval_zh", "count")),
+]
 
 
 @cases(UNANSWERED)
-def test_a_row_of_longbench_without_an_answer_is_refused(case: Any) -> None:
-    row = {**dict.fromkeys(data_sets.FIELDS, "x"), "answers": case, "length": 1}
-    with pytest.raises(ValueError, match="row 1: no row of LongBench"):
-        data_sets.check_row("qasper", row, "qasper.jsonl, row 1")
+def test_a_row_of_longbench_without_an_answer_is_refused(case: tuple[str, dict[str, Any]]) -> None:
+    name, changes = case
+    row = {**dict.fromkeys(data_sets.FIELDS, "x"), "answers": ["x"], "all_classes": ["x"], "length": 1}
+    assert data_sets.checked("trec", row, "")["answers"] == ["x"]
+    with pytest.raises(ValueError, match="row 1: .*; it cannot be graded"):
+        data_sets.checked(name, {**row, **changes}, "rows.jsonl, row 1")
+
+
+BESIDE = [{"length": "x"}, {"length": []}, {"answer_prefix": ["x"]}, {"answer_prefix": True}]
+
+
+@cases(BESIDE)
+def test_a_row_of_ruler_with_odd_facts_is_refused(case: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="row 1: .* (is|holds) .*; it cannot be graded"):
+        from_generator("vt", {"input": "x", "outputs": ["y"], **case}, "rows.jsonl, row 1")
+
+
+UNREADABLE = [("f1", "the"), ("f1", "a an, the!"), ("rougeL", "...")]
+
+
+@cases(UNREADABLE)
+def test_an_answer_that_no_response_can_match_is_refused(
+    tmp_path: Path, command: Command, capsys: Capture, case: tuple[str, str]
+) -> None:
+    (rows := tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "x", "answer": case[1]}) + "\n")
+    words = ("task=prompts", f"task.source={rows}", f"task.metric={case[0]}", "method=full")
+    assert "line 1, answers: " in error_of(capsys, command(*words))
+
+
+GROWING = ["[" * 50_000, "a: &a [x]\nb: [" + "*a," * 30 + "]"]
+
+
+@cases(GROWING)
+def test_a_definition_that_grows_is_refused(tmp_path: Path, command: Command, capsys: Capture, case: str) -> None:
+    (tmp_path / "mine.yaml").write_text(case)
+    words = ("task=lm_eval", "task.name=mine", f"task.include={tmp_path}", "method=full")
+    assert f"task.include={tmp_path}: " in error_of(capsys, command(*words))
 
 
 @pytest.mark.usefixtures("own_definitions")
