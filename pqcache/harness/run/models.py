@@ -108,7 +108,8 @@ class LoadedModel:
         ids = prefix + ids
         embedding = getattr(self.model, "get_input_embeddings", None)  # an outline of a model has none
         if embedding is not None and max(ids, default=0) >= (rows := embedding().weight.shape[0]):
-            raise ValueError(f"model {self.name}: its tokenizer has token {max(ids)}, its embedding only {rows} rows")
+            why = f"tokenizer.json has token {max(ids)}, the embedding only {rows} rows (vocab_size in config.json)"
+            raise ValueError(f"model {self.name}: {why}")
         return ids
 
     def cut_middle(self, prompt: str, length: int) -> tuple[str, int]:
