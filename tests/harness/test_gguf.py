@@ -17,7 +17,7 @@ files = pytest.importorskip("gguf")
 HEADS, HEADS_KV, WIDTH = 4, 2, 16
 
 
-def write(path: Path, tiny: Path, architecture: str = "llama") -> torch.nn.Module:
+def write(path: Path, tiny: Path, architecture: str = "llama", blocks: int = 2, more: str = "") -> torch.nn.Module:
     """A GGUF file as llama.cpp's converter writes it, Q8_0; the model whose weights it rounds."""
     tokenizer = json.loads((tiny / "tokenizer.json").read_text(encoding="utf-8"))
     words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
@@ -28,7 +28,7 @@ def write(path: Path, tiny: Path, architecture: str = "llama") -> torch.nn.Modul
     )  # fmt: skip
     model = AutoModelForCausalLM.from_config(config).eval()
     made = files.GGUFWriter(path, architecture)
-    made.add_block_count(2)
+    made.add_block_count(blocks)
     made.add_context_length(4096)
     made.add_embedding_length(HEADS * WIDTH)
     made.add_feed_forward_length(96)
@@ -65,6 +65,8 @@ def write(path: Path, tiny: Path, architecture: str = "llama") -> torch.nn.Modul
             made.add_tensor(
                 target, files.quants.quantize(np.ascontiguousarray(values, np.float32), kind), raw_dtype=kind
             )
+    if more:
+        made.add_tensor(more, np.ones(8, np.float32))
     made.write_header_to_file()
     made.write_kv_data_to_file()
     made.write_tensors_to_file()
@@ -132,6 +134,12 @@ def test_what_cannot_be_read_is_one_line(
     assert said.startswith("error: model.path=some/repository: cut.gguf cannot be read (")  # not a missing model
     write(tmp_path / "strange.gguf", tiny, "no_such_architecture")
     assert "no_such_architecture" in error_of(capsys, command("method=full", f"model.path={tmp_path}/strange.gguf"))
+    for how, why in (
+        ({"blocks": 1}, "holds 2 layers, and says block_count=1"),
+        ({"more": "rope_freqs.weight"}, "rotation"),
+    ):
+        write(odd := tmp_path / "odd.gguf", tiny, **how)
+        assert why in error_of(capsys, command("method=full", f"model.path={odd}"))
     folder.mkdir()
     for name in ("a.gguf", "b.gguf"):
         (folder / name).write_bytes(whole)

@@ -106,19 +106,15 @@ def _convert(file: Path, folder: Path) -> None:
 
     # of a truncated file the reader cannot map the last tensors
     reader = GGUFReader(file)
-    fields, blocks = (
-        reader.fields,
-        {tensor.name.split(".")[1] for tensor in reader.tensors if tensor.name[:4] == "blk."},
-    )
-    count = next(
-        (int(field.contents()) for name, field in fields.items() if name.endswith(".block_count")), len(blocks)
-    )
-    if count != len(blocks):
-        raise ValueError(f"holds {len(blocks)} layers, and says block_count={count}")
+    fields, names = reader.fields, [tensor.name for tensor in reader.tensors]
+    held = len({name.split(".")[1] for name in names if name.startswith("blk.")})
+    said = next((int(field.contents()) for name, field in fields.items() if name.endswith(".block_count")), held)
+    if said != held:
+        raise ValueError(f"holds {held} layers, and says block_count={said}")
+    if "rope_freqs.weight" in names:
+        raise ValueError("scales its rotation (rope_freqs.weight), which transformers does not read; use safetensors")
     kind = fields.get("general.file_type")
     quantization = LlamaFileType(int(kind.contents())).name.removeprefix("MOSTLY_") if kind is not None else "unknown"
-    if any(tensor.name.startswith("rope_freqs") for tensor in reader.tensors):
-        raise ValueError("scales its rotation (rope_freqs.weight), which transformers does not read; use safetensors")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
     ours: dict[str, Any] = {"dtype": torch.float32, "output_loading_info": True}
     with contextlib.redirect_stderr(io.StringIO()):  # its progress bar
@@ -136,5 +132,5 @@ def _convert(file: Path, folder: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**config, "dtype": "float32"}, indent=2) + "\n", encoding="utf-8")
     model.generation_config.save_pretrained(folder)
     AutoTokenizer.from_pretrained(**source, trust_remote_code=False).save_pretrained(folder)
-    said = {"file": file.name, "sha256": file_hash(file), "quantization": quantization}
-    (folder / FACTS).write_text(json.dumps(said) + "\n", encoding="utf-8")
+    made_of = {"file": file.name, "sha256": file_hash(file), "quantization": quantization}
+    (folder / FACTS).write_text(json.dumps(made_of) + "\n", encoding="utf-8")

@@ -74,13 +74,8 @@ def as_said(row: dict[str, Any], fields: Fields, where: str) -> dict[str, Any]:
         if isinstance(kind, re.Pattern):
             value = str(value) if type(value) in (int, float) else value
             if not isinstance(value, str) or not kind.search(value):
-                why = (
-                    "is empty"
-                    if blank(value)
-                    else f"holds no {kind.pattern}"
-                    if isinstance(value, str)
-                    else "is no text"
-                )
+                why = f"holds no {kind.pattern}" if isinstance(value, str) else "is no text"
+                why = "is empty" if blank(value) else why
                 raise ValueError(f"task.source: {where}: {name} {why}; it cannot be graded")
         elif kind is not Any and type(value) is not kind:
             raise ValueError(f"task.source: {where}: {name} is no {kind.__name__}; it cannot be graded")
