@@ -23,7 +23,7 @@ import yaml
 
 from pqcache.atomic import write_text
 
-LARGEST, LARGEST_JSON, LARGEST_YAML = 1 << 28, 1 << 26, 1 << 22  # bytes of a file that is read as a whole
+LARGEST, LARGEST_JSON, LARGEST_YAML = 1 << 28, 1 << 26, 1 << 20  # bytes of a file that is read as a whole
 LONGEST_LINE, LONGEST_FILE = 1 << 26, 1 << 32  # of a file that is read line by line
 REMEMBERED = Path("~/.cache/pqcache/file_hashes.json")  # [device, inode, size, mtime, ctime] -> SHA-256
 LARGE = 1 << 24  # bytes; smaller files are hashed by each process
@@ -38,7 +38,7 @@ class Unreadable(OSError, ValueError):
     """A file that is no regular one, or too large."""
 
 
-def reason(error: Exception) -> str:
+def reason(error: BaseException) -> str:
     """What an error says, in one line of some 200 characters; with its kind, where that says more than its text."""
     kind = "" if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: "
     return kind + " ".join(str(error).split())[:200]
@@ -159,6 +159,27 @@ def whole(value: Any) -> Any:
 def finite(value: Any) -> Any:
     """A value without NaN and infinity, which JSON does not have: null in their place."""
     return each(value, lambda one: None if isinstance(one, float) and not math.isfinite(one) else one)
+
+
+DIGEST = "digest"  # of a record: 16 hex digits of its content
+
+
+def sealed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record with a digest of its content; of half characters, which no file takes, question marks are kept."""
+    record = whole(record)
+    return {**record, DIGEST: _digest(record)}
+
+
+def unsealed(record: dict[str, Any]) -> dict[str, Any]:
+    """A record without its digest. Those of older versions have none. Raises ValueError where it is not as it was written."""
+    said = record.pop(DIGEST, None)
+    if said is not None and said != _digest(record):
+        raise ValueError("was changed after it was written")
+    return record
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
 
 class _Late(BaseException):

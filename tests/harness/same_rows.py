@@ -14,7 +14,7 @@ TIMES = {
     "index_build_s",
     "roofline",
 }
-TIMES |= {"roofline_reason", "device", "git_commit", "versions"}
+TIMES |= {"roofline_reason", "device", "git_commit", "versions", "digest"}
 # What a method reports of its own times and of what happened to be cached by earlier steps.
 EXTRA_TIMES = ("_s", "_ms", "overlap")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from pqcache.outside import DIGEST, sealed, unsealed
 from tests.harness.cells import ONE_THREAD, REPO, Capture, Command, rows
 
 
@@ -16,18 +17,25 @@ def test_damaged_rows_and_lines_are_made_again(
     assert command("method=full", "limit=2") == 0
     (path,) = (tmp_path / "out").glob("*/row.json")
     whole = json.loads(path.read_text())
-    more = {"needle_pocket": {**whole["sample_scores"]["needle_pocket"], "2:a": whole["score"]}}
-    for change in ({"n_samples": 9}, {"resident_bytes": {"device": 1.0}}, {"n_samples": 3, "sample_scores": more}):
-        path.write_text(json.dumps({**whole, **change}))
+    older = {key: value for key, value in whole.items() if key != DIGEST}
+    other = {
+        "resident_bytes": {"device": 1.0},
+        "extra": {"batch": "many"},
+        "versions": {},
+        "score_interval": None,
+        "score": 1.0,
+    }
+    for key, value in other.items():
+        path.write_text(json.dumps({**older, key: value}))
         assert command("method=full", "limit=2") == 0
-        assert json.loads(path.read_text()) == whole, change
-    assert (path.parent / "row.json.set-aside").exists()  # it claimed a sample that is not on disk
+        assert json.loads(path.read_text()) == whole, key
     log = path.parent / "samples.jsonl"
     first, second = (json.loads(line) for line in log.read_text().splitlines())
-    log.write_text("\n".join([json.dumps(first), "{", json.dumps({**second, "prompt_tokens": -5})]) + "\n")
+    log.write_text("\n".join([json.dumps(first), "{", json.dumps({**second, "prompt_tokens": 900})]) + "\n")
     assert len(generated) == 2 and command("method=full", "limit=2") == 0
     assert len(generated) == 3 and f"{log}: 2 lines are no samples" in capsys.readouterr().err
-    log.write_text("\n".join([json.dumps(first), json.dumps({**second, "fingerprint": "0" * 16})]) + "\n")
+    foreign = sealed({**unsealed(second), "fingerprint": "0" * 16})
+    log.write_text("\n".join([json.dumps(first), json.dumps(foreign)]) + "\n")
     assert command("method=full", "limit=2") == 0 and len(generated) == 4  # a line of another prompt
 
 
@@ -68,10 +76,10 @@ def test_contradictory_lines_are_made_again_once(
 ) -> None:
     assert command("method=full", "limit=2") == 0
     path = next((tmp_path / "out").glob("*/samples.jsonl"))
-    first, second = (json.loads(line) for line in path.read_text().splitlines())
+    first, second = (unsealed(json.loads(line)) for line in path.read_text().splitlines())
     slower = {**first, "tt2t_s": 9.0, "prefill_s": 8.0, "step_s": [1.0], "device": "another"}
     other = {**second, "score": 100.0 - second["score"], "response": "x"}
-    path.write_text("".join(json.dumps(line) + "\n" for line in (first, second, slower, other)))
+    path.write_text("".join(json.dumps(line) + "\n" for line in map(sealed, (first, second, slower, other))))
     capsys.readouterr()
     for _ in range(2):
         assert command("method=full", "limit=2") == 0
@@ -83,7 +91,7 @@ def test_contradictory_lines_are_made_again_once(
 def test_older_lines_are_used_and_counted(command: Command, tmp_path: Path, generated: list[int]) -> None:
     assert command("method=full", "limit=2") == 0
     path = next((tmp_path / "out").glob("*/samples.jsonl"))
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    lines = [unsealed(json.loads(line)) for line in path.read_text().splitlines()]
     for line in lines:
         del line["cell"]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -27,14 +26,13 @@ from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.table import printable
 from pqcache.harness.tasks import TASKS, task_class
-from pqcache.outside import finite, parse_json, read_text
+from pqcache.outside import finite, parse_json, read_text, sealed, unsealed
 
 SCHEMA = 2
 ROWS = "rows.jsonl"  # many rows in one file, one a line: how results/reference keeps them
 # what no reader goes without; null in another field costs its column
 NEEDED = ("model", "method", "task", "seed", "n_samples", "prompt_protocol", "sample_scores", "folder")
 NO_FULL = "no Full cell of this model, task and seed to compare with"
-ROUNDING = 1e-6  # of scores
 
 
 class Diagnostics(TypedDict):
@@ -362,10 +360,10 @@ def read_rows(path: Path) -> list[Row]:
     for line in text.splitlines() if path.suffix == ".jsonl" else [text]:
         try:
             value = parse_json(line)
+            value = migrate(unsealed(value)) if isinstance(value, dict) else value
         except ValueError as error:
-            _skipped(path, f"no JSON: {error}")
+            _skipped(path, str(error))
             continue
-        value = migrate(value) if isinstance(value, dict) else value
         if (why := damage(value)) is not None:
             _skipped(path, why)
         elif path.suffix != ".jsonl" and (wrong := contradicted(path.parent, value)):
@@ -376,7 +374,7 @@ def read_rows(path: Path) -> list[Row]:
 
 
 def damage(value: Any) -> str | None:
-    """What is wrong with a row that was read; None if nothing is."""
+    """What is wrong with a row that was read, from its schema alone; None if nothing is."""
     if not isinstance(value, dict):
         return "no row"
     kinds = hints_of(Row)
@@ -384,23 +382,6 @@ def damage(value: Any) -> str | None:
         return f"lacks {', '.join(missing[:5])}"
     if (key := misfit(value, kinds, kinds.keys() - NEEDED)) is not None:
         return f"{key} is {one_line(value[key])[:60]}"
-    if key := next((key for key in ("score_interval", "paired_interval") if len(value[key] or "ab") != 2), None):
-        return f"{key} has {len(value[key])} ends"
-    # the metrics of lm-eval's tasks may have another range
-    least, most = (-math.inf, math.inf) if value["task"].startswith("lm_eval:") else (0, 100 + ROUNDING)
-    if any(not least <= score <= most for scores in value["sample_scores"].values() for score in scores.values()):
-        return "a sample's score is not between 0 and 100"
-    if value["n_failed"] and value["score"] is not None:
-        return f"score is {value['score']}, but {value['n_failed']} samples failed"
-    if value["sample_scores"]:
-        if value["n_samples"] != (count := sum(map(len, value["sample_scores"].values()))):
-            return f"n_samples is {value['n_samples']}, but it has {count} scores"
-        mean, score = score_statistics.mean(value["sample_scores"]), value["score"]
-        agree = (score is None) == (mean is None) if None in (score, mean) else abs(score - mean) <= ROUNDING
-        if not agree and not value["n_failed"]:
-            return f"score is {value['score']}, but its samples' mean is {mean}"
-    elif value["score"] is not None and not least <= value["score"] <= most:
-        return f"score is {value['score']}"
     return None
 
 
@@ -445,4 +426,4 @@ def rows_or_refused(folder: Path, typed: str) -> list[Row]:
 
 
 def write_row(path: Path, row: Row) -> None:
-    write_text(path, json.dumps(finite(row), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_text(path, json.dumps(sealed(finite(row)), indent=2, ensure_ascii=False, allow_nan=False) + "\n")

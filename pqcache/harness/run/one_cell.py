@@ -19,17 +19,10 @@ from pqcache.harness.run.adapter import HarnessLM
 from pqcache.harness.run.prompts import TooLong
 from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.row_builder import build_row
-from pqcache.harness.run.samples import Sample, SampleLog
+from pqcache.harness.run.samples import SampleLog
 from pqcache.harness.run.session import Session, set_seed
 from pqcache.harness.tasks import TaskSpec
 from pqcache.selective import NotApplicable
-
-# Fields of a row that its cell decides, and fields that the same samples always give.
-OF_THE_CELL = "model method hyper_parameters task task_options seed protocol decode smoke dense_layers".split()
-OF_THE_SAMPLES = (
-    "sample_scores n_failed n_skipped unverified_samples prompt_tokens generated_tokens budget_tokens attended_tokens"
-    " resident_bytes peak_bytes bytes_per_step timed_samples tt2t_s tpot_p50_ms tpot_p95_ms prefill_s index_build_s device"
-).split()
 
 
 @dataclass
@@ -158,7 +151,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
     full = [other for other in full_rows(path.parent.parent) if other["folder"] != cell.name]
     row = pair_with_full(row, *match_full(row, [*full, row]))
     old = read_row(path)
-    if old is not None and old["n_samples"] > row["n_samples"] and _is_of(old, row, lm.log):
+    if old is not None and old["n_samples"] > row["n_samples"]:
         return _ended(row, failed, kept=True)
     try:
         for figure in cell.task.figures:
@@ -167,26 +160,12 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
             sample_figures.draw(figure, answers, cell.folder, cell.label)
     except Exception as error:  # the samples are on disk; the same command draws it again
         print(f"figure: not drawn ({type(error).__name__}: {error})", file=sys.stderr)
-    if old is not None and not computed and _same(old, row, [*OF_THE_CELL, *OF_THE_SAMPLES]):
-        return _ended(old, failed, loaded=True)  # the row stays as it is
-    if old is not None and old["n_samples"] > row["n_samples"]:
-        path.replace(path.with_name(f"{path.name}.set-aside"))
-        print(f"{path}: is not the row of its samples; kept as {path.name}.set-aside, and made again", file=sys.stderr)
+    if old is not None and not computed:  # samples do not know them
+        row["source"], row["library"] = old["source"], old["library"]
+        if old == row:
+            return _ended(row, failed, loaded=True)
     write_row(path, row)
     return _ended(row, failed, loaded=not computed)
-
-
-def _same(old: Row, row: Row, keys: Sequence[str]) -> bool:
-    return all(old[key] == row[key] for key in keys)  # type: ignore[literal-required]
-
-
-def _is_of(old: Row, row: Row, samples: Iterable[Sample]) -> bool:
-    """Whether an older row with more samples may stay: it is of this cell, agrees with `row`, and its samples are on disk."""
-    there = {(sample["task"], str(sample["doc_id"])) for sample in samples if "failed" not in sample}
-    claimed = {(task, key): score for task, of in old["sample_scores"].items() for key, score in of.items()}
-    known = {(task, key): score for task, of in row["sample_scores"].items() for key, score in of.items()}
-    whole = known.items() <= claimed.items() and all((task, key.partition(":")[0]) in there for task, key in claimed)
-    return whole and _same(old, row, OF_THE_CELL)
 
 
 def _sample_metrics(answers: Iterable[dict[str, Any]], names: Sequence[str]) -> dict[str, dict] | None:

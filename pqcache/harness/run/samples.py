@@ -29,7 +29,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.environment import Facts
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report.sample_lines import Key, Sample, SampleMarks, key_of, read_all
-from pqcache.outside import lines, open_regular, read_json
+from pqcache.outside import lines, open_regular, read_json, sealed
 from pqcache.selective import GenerationResult
 
 PROMPT_END = 300  # characters of a prompt that its line keeps
@@ -196,7 +196,7 @@ class SampleLog(ExitStack):
             sample["cell"] = self.cell
         if key_of(sample) in self._contradicted:
             sample["settles"] = True
-        self._file.write(json.dumps(sample, ensure_ascii=False).encode(errors="backslashreplace") + b"\n")
+        self._file.write(json.dumps(sealed(sample), ensure_ascii=False).encode() + b"\n")  # type: ignore[arg-type]
         self._file.flush()
         os.fsync(self._file.fileno())
         self._samples[key_of(sample)] = sample
