@@ -17,7 +17,9 @@ files = pytest.importorskip("gguf")
 HEADS, HEADS_KV, WIDTH = 4, 2, 16
 
 
-def write(path: Path, tiny: Path, architecture: str = "llama", blocks: int = 2, more: str = "") -> torch.nn.Module:
+def write(
+    path: Path, tiny: Path, architecture: str = "llama", blocks: int = 2, more: str = "", scaling: str = ""
+) -> torch.nn.Module:
     """A GGUF file as llama.cpp's converter writes it, Q8_0; the model whose weights it rounds."""
     tokenizer = json.loads((tiny / "tokenizer.json").read_text(encoding="utf-8"))
     words = sorted(tokenizer["model"]["vocab"], key=tokenizer["model"]["vocab"].get)
@@ -65,6 +67,8 @@ def write(path: Path, tiny: Path, architecture: str = "llama", blocks: int = 2, 
             made.add_tensor(
                 target, files.quants.quantize(np.ascontiguousarray(values, np.float32), kind), raw_dtype=kind
             )
+    if scaling:
+        made.add_string(f"{architecture}.rope.scaling.type", scaling)
     if more:
         made.add_tensor(more, np.ones(8, np.float32))
     made.write_header_to_file()
@@ -136,7 +140,9 @@ def test_what_cannot_be_read_is_one_line(
     assert "no_such_architecture" in error_of(capsys, command("method=full", f"model.path={tmp_path}/strange.gguf"))
     for how, why in (
         ({"blocks": 1}, "holds 2 layers, and says block_count=1"),
-        ({"more": "rope_freqs.weight"}, "rotation"),
+        ({"more": "rope_freqs.weight"}, "rope_freqs.weight among them"),
+        ({"more": "blk.0.attn_q.lora"}, "transformers takes 159680"),
+        ({"scaling": "yarn"}, "says {'llama.rope.scaling.type': 'yarn'}"),
     ):
         write(odd := tmp_path / "odd.gguf", tiny, **how)
         assert why in error_of(capsys, command("method=full", f"model.path={odd}"))

@@ -63,6 +63,11 @@ ABSURD: dict[str, object] = {
     "an end beyond the words": {"eos_token_id": 10**6},
     "an end that is a text": {"eos_token_id": ["x"]},
     "padding beyond the words": {"pad_token_id": 10**6},
+    "an architecture of another family": {"architectures": ["LlamaForCausalLM"]},
+    "scores that are capped at nothing": {"attn_logit_softcapping": 1e-9},
+    "logits that are capped below zero": {"final_logit_softcapping": -30.0},
+    "a negative scale": {"query_pre_attn_scalar": -256},
+    "no expert": {"num_experts_per_tok": 0},
     "a billion labels": {"num_labels": 1_000_000_000},
     "a number for a type": {"dtype": 7},
     "an unknown type": {"dtype": "float7"},
@@ -147,15 +152,28 @@ def says(name: str, **values: object) -> Callable[[Path], object]:
 
 
 def index(of: object) -> Callable[[Path], object]:
-    """An index of weights over one part. of: the index, or the part's name."""
+    """An index of weights over one part. of: the index, or the part's name; several: parts, whose places it confuses."""
 
     def write(folder: Path) -> None:
         names = list(load_file(folder / SAFE))
         (folder / SAFE).rename(folder / "part.safetensors")
         made = {"metadata": {}, "weight_map": dict.fromkeys(names, of)} if isinstance(of, str | int) else of
+        if isinstance(of, list) and isinstance(of[0], str):
+            weights = load_file(folder / "part.safetensors")
+            for place, part in enumerate(of):
+                save_file({k: weights[k] for k in names[place :: len(of)]}, folder / part, metadata={"format": "pt"})
+            wrong = {name: of[(at + 1) % len(of)] for at, name in enumerate(names)}
+            made = {"metadata": {}, "weight_map": wrong if len(of) > 1 else dict(list(wrong.items())[:-1])}
         (folder / f"{SAFE}.index.json").write_text(json.dumps(made))
 
     return write
+
+
+def one_number(folder: Path) -> None:
+    """A vocabulary in which all words are one token."""
+    known = json.loads((folder / "tokenizer.json").read_text())
+    known["model"]["vocab"] = dict.fromkeys(known["model"]["vocab"], 0)
+    (folder / "tokenizer.json").write_text(json.dumps(known))
 
 
 # name -> (what becomes of the folder, what is said)
@@ -176,10 +194,14 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no output, and no tied one": (tensors(lambda w: w.pop(HEAD)), f"its files lack 1 tensors ({HEAD})"),
     "another shape": (tensors(lambda w: w.update({LAYER: torch.ones(32, 64)})), f"of another shape are 1 tensors ({LAYER})"),
     "other names": (tensors(lambda w: [w.update({f"t.{k}": w.pop(k)}) for k in list(w)]), "files lack 27 tensors"),
-    "zeros": (tensors(lambda w: [one.zero_() for one in w.values()]), UNMOVED),
+    "zeros": (tensors(lambda w: [one.zero_() for one in w.values()]), "zero throughout are 16 tensors"),
+    "one matrix of zeros": (tensors(lambda w: w[LAYER].zero_()), f"zero throughout are 1 tensors ({LAYER})"),
+    "an output that is tied elsewhere": (says("config.json", tie_word_embeddings=True), f"do not: 1 tensors ({HEAD})"),
+    "an index of other parts": (index(["a.safetensors", "b.safetensors"]), "its index places elsewhere 27 tensors (lm_head"),
+    "an index that is short": (index(["a.safetensors"]), "its index places elsewhere 1 tensors ("),
     "ones": (tensors(lambda w: [one.fill_(1) for one in w.values()]), UNMOVED),
-    "an output of zeros": (tensors(lambda w: w[HEAD].zero_()), UNMOVED),
-    "layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "proj" in k]), UNMOVED),
+    "an output of zeros": (tensors(lambda w: w[HEAD].zero_()), f"zero throughout are 1 tensors ({HEAD})"),
+    "layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "proj" in k]), "zero throughout are 14 tensors"),
     "norms of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "norm" in k]), UNMOVED),
     "norms of the layers of zeros": (tensors(lambda w: [w[k].zero_() for k in w if "layernorm" in k]), UNMOVED),
     "a last norm of zeros": (tensors(lambda w: w["model.norm.weight"].zero_()), UNMOVED),
@@ -198,7 +220,7 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "settings that are a list": (text("generation_config.json", "[1]"), "generation_config.json is no mapping"),
     "settings that are cut": (text("generation_config.json", "{"), "generation_config.json is no JSON"),
     "an end that is a text": (says("generation_config.json", eos_token_id="x"), "generation_config.json says eos_token_id='x'"),
-    "no words": (lambda folder: (folder / "tokenizer.json").unlink(), "its tokenizer has no tokens for plain words"),
+    "no words": (lambda folder: (folder / "tokenizer.json").unlink(), "does not give plain words back"),
     "words that are a list": (text("tokenizer.json", "[1]"), "its tokenizer cannot be loaded (TypeError: "),
     "words in no UTF-8": (text("tokenizer.json", b"\xff\xfe"), "its tokenizer cannot be loaded"),
     "marks that are a list": (text("special_tokens_map.json", "[1]"), "special_tokens_map.json is no mapping"),
@@ -211,7 +233,10 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "a template that calls itself": (text("chat_template.jinja", "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}"), "Recursion"),
     "a template that fills the memory": (text("chat_template.jinja", "{{ 'x' * 10 ** 11 }}"), "fails (MemoryError: )"),
     "a template that pads": (text("chat_template.jinja", "{{ 'x' | center(10 ** 10) }}"), "fails (MemoryError: )"),
-    "a template without the prompt": (text("chat_template.jinja", "Hello."), "it leaves the prompt out"),
+    "a template without the prompt": (text("chat_template.jinja", "Hello."), "leaves out a part of the prompt"),
+    "a template that cuts": (text("chat_template.jinja", "{{ messages[-1].content[:5] }}"), "leaves out a part of the prompt"),
+    "a template that repeats": (text("chat_template.jinja", "{{ messages[-1].content * 2 }}"), "it repeats the prompt"),
+    "one number for all words": (one_number, "does not give plain words back"),
 }  # fmt: skip
 
 

@@ -111,8 +111,9 @@ def _convert(file: Path, folder: Path) -> None:
     said = next((int(field.contents()) for name, field in fields.items() if name.endswith(".block_count")), held)
     if said != held:
         raise ValueError(f"holds {held} layers, and says block_count={said}")
-    if "rope_freqs.weight" in names:
-        raise ValueError("scales its rotation (rope_freqs.weight), which transformers does not read; use safetensors")
+    scaled = {name: field.contents() for name, field in fields.items() if name.endswith(".rope.scaling.type")}
+    if set(scaled.values()) - {"none"}:
+        raise ValueError(f"says {scaled}, which transformers does not read; use safetensors")
     kind = fields.get("general.file_type")
     quantization = LlamaFileType(int(kind.contents())).name.removeprefix("MOSTLY_") if kind is not None else "unknown"
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(file.parent), "gguf_file": file.name}
@@ -123,6 +124,10 @@ def _convert(file: Path, folder: Path) -> None:
         raise ValueError(f"lacks {len(missing)} tensors that its architecture has, {missing[0]} first")
     tied = set(model.all_tied_weights_keys) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
+    taken, there = sum(map(torch.numel, weights.values())), sum(int(tensor.n_elements) for tensor in reader.tensors)
+    if taken != there:
+        freqs = ", rope_freqs.weight among them" * ("rope_freqs.weight" in names)
+        raise ValueError(f"holds {there} numbers{freqs}; transformers takes {taken}; use safetensors")
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config = {
         key: value

@@ -34,6 +34,8 @@ BELIEVED: dict[str, Any] = {
     "rope_theta": Annotated[float, 1.001, 1e12],
     "partial_rotary_factor": Annotated[float, 1e-3, 1],
     "sliding_window": Annotated[int, 1, 1 << 40],
+    **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Annotated[float, 1, 1e6]),
+    **dict.fromkeys(("query_pre_attn_scalar", "num_experts_per_tok"), Annotated[float, 1, 1e6]),
     **dict.fromkeys(("text_config", "quantization_config"), dict),
     **dict.fromkeys(("dtype", "torch_dtype"), Literal["auto", *FLOATS]),
     **dict.fromkeys(("model_type", "rope_type", "quant_method", *ACTIVATIONS), str),
@@ -59,7 +61,9 @@ def reading(path: object, what: str = "cannot be loaded") -> Iterator[None]:
         yield
     except Unusable:
         raise
-    except Exception as error:
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":  # of libraries in Rust
+            raise
         of_the_hub = isinstance(error, OSError | ValueError) and not Path(str(path)).expanduser().exists()
         raise Unusable(f"model.path={path}: {HUB if of_the_hub else what} ({reason(error)})") from error
 
@@ -134,6 +138,7 @@ def check_config(path: object, config: PreTrainedConfig) -> None:
     """Refuse numbers and names that do not go together, or that transformers does not know. All by their names in config.json."""
     from transformers.activations import ACT2FN
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
     text: Any = config.get_text_config(decoder=True)
@@ -149,6 +154,9 @@ def check_config(path: object, config: PreTrainedConfig) -> None:
     def refuse(name: str, value: object, why: str) -> None:
         raise Unusable(f"model.path={path}: config.json says {name}={value!r:.60}{why}")
 
+    families = {kind.split("_")[0] for kind, name in CLASSES.items() if name in (config.architectures or ())}
+    if families and config.model_type.split("_")[0] not in families:
+        refuse("architectures", config.architectures, f" beside model_type={config.model_type}")
     width, heads, groups = (values[name] for name in ("head_dim", "num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(groups, int) and heads % groups:
         refuse("num_key_value_heads", groups, f" for {heads} attention heads")
@@ -187,7 +195,12 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
     from pqcache.selective.placement import weights
 
     floating = {name for name, parameter in model.named_parameters() if parameter.is_floating_point()}
-    stored = [pair for file in sorted(Path(path).glob("*.safetensors")) for pair in _stored(file)]
+    index = Path(path) / f"{SAFE}.index.json"
+    in_parts = index.is_file() and not (Path(path) / SAFE).is_file()
+    files = _parts(index) if in_parts else [file.name for file in sorted(Path(path).glob("*.safetensors"))]
+    stored = {(name, file): kind for file in files for name, kind in _stored(Path(path) / file)}
+    output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+    tied = output is None or output.weight is embedding.weight or not model.config.tie_word_embeddings
     # where a quantization is known its scales are, too
     packed = getattr(model.config, "quantization_config", None) is not None
     kinds_of_floats = ("F64", "F32", "F16", "BF16", *(("F8_E4M3", "F8_E5M2") if packed else ()))
@@ -196,8 +209,13 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
         "the model has no place for": info["unexpected_keys"],
         "of another shape are": [key if isinstance(key, str) else key[0] for key in info["mismatched_keys"]],
         "packed without scales are": [
-            name for name, kind in stored if kind not in kinds_of_floats and name in floating
+            name for (name, _), kind in stored.items() if kind not in kinds_of_floats and name in floating
         ],
+        "its index places elsewhere": {
+            name for name, _ in stored.keys() ^ (read_json(index)["weight_map"].items() if in_parts else stored)
+        },
+        "config.json ties, and the files do not:": [] if tied else ["lm_head.weight"],
+        "zero throughout are": [name for name, tensor in weights(model) if tensor.dim() > 1 and not bool(tensor.any())],
     }
     lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
     if lines and not allowed:

@@ -27,6 +27,7 @@ INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and 
 OFFLOAD = "offload"  # the folder in cache_dir for weights on the disk
 TEMPLATE_S = 10.0  # seconds in which a chat template renders a prompt
 JOIN = 64  # tokens that joining two halves of a prompt may add
+PLAIN = "plain words 25"  # what every tokenizer has tokens for
 ANSWER = "(an-answer)"  # stands for one where a chat template is looked at
 QUESTION_CHARACTERS = 100  # at most this many characters of the prompt are fed as the question
 
@@ -92,6 +93,8 @@ class LoadedModel:
         told = {answers.SWITCH: self.thinking} if switched else {}
         with rendering(TEMPLATE_S, "the model's chat template"):
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
+            if prompt.strip() not in text:
+                raise ValueError("the model's chat template leaves out a part of the prompt")
         return whole(str(text))
 
     def turn(self, prompt: str) -> list[int]:
@@ -283,8 +286,10 @@ def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
     with model_files.reading(options["path"], "its tokenizer cannot be loaded"):
         path, revision = local_or_hub(options), options["revision"]
         tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
-        if not tokenizer(ANSWER, add_special_tokens=False)["input_ids"]:
-            raise model_files.Unusable(f"model.path={options['path']}: its tokenizer has no tokens for plain words")
+        back = str(tokenizer.decode(tokenizer(PLAIN, add_special_tokens=False)["input_ids"]))
+        if "".join(filter(str.isalnum, back.lower())) != PLAIN.replace(" ", ""):
+            why = f"its tokenizer does not give plain words back: of {PLAIN!r} it makes {back!r}"
+            raise model_files.Unusable(f"model.path={options['path']}: {why}")
     return tokenizer
 
 
@@ -318,8 +323,8 @@ def _loaded(
     loaded = LoadedModel(name, model, tokenizer, chat, options["system"], limit, *marks, thinks, file)
     if chat:
         with model_files.reading(options["path"], "its chat template cannot be used"), little_memory():
-            if ANSWER not in loaded.wrap(ANSWER):
-                raise ValueError("it leaves the prompt out")
+            if loaded.wrap(ANSWER).count(ANSWER) > 1:
+                raise ValueError("it repeats the prompt")
     return loaded
 
 
