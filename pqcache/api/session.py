@@ -108,7 +108,7 @@ class Session:
     """A model under a method; made by `use`. May be entered again after it was left.
 
     model, method, attn, kernels: what it was made of. Inside the block `model.generate` answers under the method, one call at a
-    time, whatever thread it comes from; outside of it the model is exactly as it was.
+    time, whatever thread it comes from, and so do loops of your own; outside of it the model is exactly as it was.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto", kernels: str = "torch") -> None:
@@ -132,6 +132,10 @@ class Session:
             stack.enter_context(attach(self.model))
             stack.callback(attributes.pop if before is None else attributes.__setitem__, "generate", before)
             attributes["generate"] = _Generate(self, self.model.generate)
+            # a pass of a loop of one's own is a turn, too
+            hooks = self.model.register_forward_pre_hook(lambda *_: self._turn.acquire() and None, prepend=True)
+            stack.callback(hooks.remove)
+            stack.callback(self.model.register_forward_hook(lambda *_: self._turn.release(), always_call=True).remove)
             self._stack = stack.pop_all()
         return self
 
