@@ -19,7 +19,7 @@ from pqcache.harness.command import main
 from pqcache.harness.config import cells
 from pqcache.harness.config.cells import Cell, read_config
 from pqcache.harness.report.page import cell_views
-from pqcache.harness.report.rows import damage, read_row, read_rows, write_row
+from pqcache.harness.report.rows import read_row, read_rows, write_row
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.run import models
 from pqcache.harness.run.models import LoadedModel
@@ -32,9 +32,10 @@ from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
 from pqcache.harness.tasks.ruler.files import GENERATED, from_generator
 from pqcache.harness.tasks.sources import DataSet
-from pqcache.outside import read_json
+from pqcache.outside import read_json, sealed
 from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned
 from tests.harness.made_rows import make_rows, sample
+from tests.harness.tasks.building import needs_isolation
 
 Change = Callable[[dict[str, Any]], Any]
 
@@ -61,14 +62,8 @@ LINES: dict[str, Any] = {
     "a document that is a list": {"doc_id": [1]},
     "negative bytes": {"resident_bytes": {"device": -1}},
     "endless bytes": {"peak_bytes": {"device": 1e300, "host": 2**20}},
-    "more bytes than the peak": {"resident_bytes": {"device": 4 * 2**20}},
-    "bytes of no tier": {"resident_bytes": {"moon": 1}},
-    "negative bytes of its own": {"extra": {"content_device_bytes": -8}},
     "a negative time": {"prefill_s": -1.0},
-    "a clock that was set back": {"tt2t_s": 0.4},
     "a negative step": {"step_s": [0.1, -0.1]},
-    "more steps than tokens": {"step_s": [0.1] * 1100},
-    "more attended than there is": {"attended_tokens": 1e4},
     "not a number": {"index_build_s": float("nan")},
     "infinity": {"budget_tokens": float("inf")},
     "a number that no float holds": {"score": 10**400},
@@ -82,20 +77,44 @@ LINES: dict[str, Any] = {
     "deep nesting": "[" * 50_000,
     "no UTF-8": "\ud800",
 }
+CHANGED: dict[str, Any] = {  # as a line could be, but was not written
+    "another answer": {"response": "Rome"},
+    "another score": {"score": 100.0},
+    "another document": {"doc_id": 2},
+    "another prompt": {"fingerprint": "g"},
+    "another task": {"task": "pocket_qa"},
+    "other tokens": {"prompt_tokens": 900},
+    "more steps": {"step_s": [0.1, 0.05, 0.01, 0.01]},
+    "shorter steps": {"step_s": [0.01, 0.005, 0.001]},
+    "a faster prefill": {"prefill_s": 0.4},
+    "no times": {"prefill_s": None, "tt2t_s": None},
+    "fewer bytes": {"resident_bytes": {"device": 2**10, "host": 2**20}},
+    "bytes of no tier": {"resident_bytes": {"moon": 1}},
+    "bytes of its own": {"extra": {"content_device_bytes": 8}},
+    "a text of its own": {"extra": {"kmeans_iterations": "many"}},
+    "another machine": {"device": "another machine"},
+    "another commit": {"git_commit": "abc"},
+    "an answer that settles": {"settles": True},
+    "no answer": {"failed": "NaN"},
+    "one key less": {"cell": ...},
+    "another digest": {"digest": "0123456789abcdef"},
+    "no text for a digest": {"digest": 7},
+}
 
 
-def line_of(case: Any) -> bytes:
+def line_of(case: Any, of: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
     """The line of a case: a text as it is, or a sample that was changed."""
     if isinstance(case, dict):
-        case = {key: value for key, value in {**sample(1), **case}.items() if value is not ...}
+        case = {key: value for key, value in {**of({**sample(1), "cell": "c"}), **case}.items() if value is not ...}
     return (case if isinstance(case, str) else json.dumps(case)).encode(errors="surrogatepass") + b"\n"
 
 
-@cases(LINES)
+@cases([*LINES, *CHANGED])
 def test_a_line_that_cannot_be_is_used_nowhere(cell: Cell, capsys: Capture, case: str) -> None:
-    good = json.dumps(sample(0)).encode() + b"\n"
-    (cell.folder / "samples.jsonl").write_bytes(good + line_of(LINES[case]))
-    with SampleLog(cell.folder / "samples.jsonl", cell.about.mark) as log:
+    good = json.dumps(sealed({**sample(0)})).encode() + b"\n"
+    bad = line_of(LINES[case], dict) if case in LINES else line_of(CHANGED[case], sealed)
+    (cell.folder / "samples.jsonl").write_bytes(good + bad)
+    with SampleLog(cell.folder / "samples.jsonl", "c") as log:
         assert [one["doc_id"] for one in log] == [0]
     assert "1 lines are no samples (the first is line 2)" in capsys.readouterr().err
     (view,) = cell_views(cell.folder.parent)
@@ -103,13 +122,9 @@ def test_a_line_that_cannot_be_is_used_nowhere(cell: Cell, capsys: Capture, case
 
 
 ROWS: dict[str, Change] = {
-    "a score": lambda row: {**row, "score": 999.0},
-    "a score that is not the mean": lambda row: {**row, "score": row["score"] + 1},
-    "the number of samples": lambda row: {**row, "n_samples": 1_000_000},
     "a missing key": lambda row: {key: value for key, value in row.items() if key != "tasks"},
     "a type": lambda row: {**row, "prompt_tokens": "many"},
     "a nested type": lambda row: {**row, "resident_bytes": {"device": [1]}},
-    "a sample's score": lambda row: {**row, "sample_scores": {"needle_pocket": {"0:a": -1}}},
     "true for a number": lambda row: {**row, "seed": True},
     "another seed": lambda row: {**row, "seed": 7},
     "a negative seed": lambda row: {**row, "seed": -7},
@@ -121,36 +136,36 @@ ROWS: dict[str, Change] = {
     "endless tokens": lambda row: {**row, "generated_tokens": 1e18},
     "a negative time": lambda row: {**row, "tt2t_s": -0.1},
     "infinity": lambda row: json.dumps(row).replace('"tt2t_s": 0.6', '"tt2t_s": Infinity'),
-    "an interval of three ends": lambda row: {**row, "score_interval": [1.0, 2.0, 3.0]},
-    "no score beside scores": lambda row: {**row, "score": None},
     "an interval of no number": lambda row: json.dumps({**row, "score_interval": [float("nan"), 1.0]}),
-    "failed samples beside a score": lambda row: {**row, "n_failed": 1},
     "a list": lambda row: [row],
     "deep nesting": lambda row: "[" * 100_000,
     "no JSON": lambda row: "{",
     "no UTF-8": lambda row: b"\xff\xfe",
 }
+# of a row: a value that it could have, but was not written with
+OTHER: dict[str, Any] = {
+    "score": 999.0, "n_samples": 1_000_000, "sample_scores": {"needle_pocket": {"0:a": -1.0}}, "tasks": {},
+    "score_interval": [0.0, 1.0], "full_score": 50.0, "paired_difference": 9.0, "paired_p": 1.0, "n_failed": 1, "n_skipped": 1,
+    "published": 1.0, "budget_applied": 0.1, "attended_tokens": 9.0, "prompt_tokens": 9.0, "resident_bytes": {"device": 1.0},
+    "bytes_per_step": {}, "tt2t_s": 0.01, "tpot_p95_ms": 0.01, "timed_alone": False, "roofline": 1.0, "extra": {"batch": "many"},
+    "diagnostics": {"by_layer": []}, "versions": {}, "git_commit": "abc", "device": "x", "data": {"x": 1}, "schema": 99,
+    "kv_dtype": "x", "prompt_protocol": {"system": "x"}, "model_file": {"file": "x"}, "moon": 1, "digest": "0123456789abcdef",
+}  # fmt: skip
+CHANGES: dict[str, Change] = {f"{key} changed": (lambda row, key=key: {**row, key: OTHER[key]}) for key in OTHER}
 
 
-@cases(ROWS)
+@cases([*ROWS, *CHANGES])
 def test_a_row_that_cannot_be_is_one_line(cell: Cell, capsys: Capture, case: str) -> None:
     (row,) = make_rows(planned("method=streaming"), {"streaming": [50.0, 60.0]}).values()
     path = cell.folder / "row.json"
     write_row(path, row)
     assert read_row(path) == row
-    made = ROWS[case](json.loads(path.read_text()))
+    made = CHANGES[case](json.loads(path.read_text())) if case in CHANGES else ROWS[case]({**row})
     text = made if isinstance(made, str) else json.dumps(made) if not isinstance(made, bytes) else ""
     path.write_bytes(made if isinstance(made, bytes) else text.encode())
     assert read_row(path) is None
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"{path}: is no row" in said
-
-
-def test_a_metric_of_lm_eval_has_its_own_range() -> None:
-    (row,) = make_rows(planned("method=streaming"), {"streaming": [50.0]}).values()
-    assert (
-        damage({**row, "task": "lm_eval:wmt16", "score": 2700.0, "sample_scores": {"wmt16": {"0:a": 2700.0}}}) is None
-    )
 
 
 READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
@@ -214,6 +229,32 @@ YAML: dict[str, str] = {
 def test_yaml_that_grows_is_refused(tmp_path: Path, case: str) -> None:
     (tmp_path / "config.yaml").write_text(YAML[case])
     assert read_config(tmp_path) is None
+
+
+PROGRAMS = [
+    {"test": "def check(f:"},
+    {"test": "def check(f): assert f(1"},
+    {"prompt": "def g(x):\n"},
+    {"entry_point": "h"},
+]
+
+
+@needs_isolation
+@cases(PROGRAMS)
+def test_a_program_that_cannot_be_judged_is_refused(
+    tmp_path: Path, command: Command, capsys: Capture, case: dict[str, str]
+) -> None:
+    good = {"task_id": "a", "prompt": "def f(x):\n", "canonical_solution": "", "test": "def check(f): f(1)"}
+    rows = [{**good, "entry_point": "f"}, {**good, "entry_point": "f", **case}]
+    (file := tmp_path / "HumanEval.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("task=humaneval", "task.execute=true", f"task.source={file}", "method=full")
+    said = error_of(capsys, command(*words, "limit=2"))
+    assert f"{file}, row 2: " in said and "; it cannot be graded" in said
+
+
+def test_a_haystack_of_spaces_is_refused(tmp_path: Path, command: Command, capsys: Capture) -> None:
+    (tmp_path / "a.txt").write_text("hay" + " \n" * 10_000)
+    assert "task.haystack" in error_of(capsys, command("task=needle", f"task.haystack={tmp_path}", "method=full"))
 
 
 FLAT = ["needle", "files", "ruler", "prompt"]
@@ -320,7 +361,7 @@ def test_a_full_output_is_one_line(monkeypatch: Patch, capsys: Capture, case: st
 GOOD: dict[str, Any] = {"test": "def check(f): f()", "answer": "1 + 1\n#### 2", "outputs": ["x"]}
 EMPTY = [
     *((humaneval.DATA, field, value) for field in ("prompt", "test", "entry_point") for value in (None, "", "\n\t")),
-    *((xsum.DATA, "summary", value) for value in (None, "", " ", [])),
+    *((xsum.DATA, "summary", value) for value in (None, "", " ", [], "...", "\u6458\u8981")),
     *((TEST, field, value) for field in ("question", "answer") for value in (None, "")),
     *((DataSet("rows", fields=GENERATED), "outputs", value) for value in (None, [], [""], [None])),
     *((humaneval.DATA, field, value) for field in ("prompt", "test") for value in (["x"], True, {"x": 1})),
@@ -402,11 +443,24 @@ def test_a_definition_that_grows_is_refused(tmp_path: Path, command: Command, ca
     assert f"task.include={tmp_path}: " in error_of(capsys, command(*words))
 
 
+TARGETS = [
+    ("generate_until", {"a": ""}), ("generate_until", {"a": None}), ("loglikelihood", {"a": " "}),
+    *(("multiple_choice", {"a": value}) for value in (2, -1, -5, 0.5, None, "z", "", [])),
+    *(("multiple_choice", {"c": value}) for value in ([], ["x", ""], ["x", None])),
+]  # fmt: skip
+
+
 @pytest.mark.usefixtures("own_definitions")
-def test_a_row_of_lm_eval_without_a_target_is_refused(tmp_path: Path, command: Command, capsys: Capture) -> None:
-    data = tmp_path / "test.jsonl"
-    data.write_text('{"q": "a", "a": "b"}\n{"q": "a", "a": ""}\n')
-    own = definition("mine", data, "generate_until", ["exact_match"], doc_to_text="{{q}}", doc_to_target="{{a}}")
+@cases(TARGETS)
+def test_a_row_of_lm_eval_without_a_target_is_refused(
+    tmp_path: Path, command: Command, capsys: Capture, case: tuple[str, dict[str, Any]]
+) -> None:
+    kind, change = case
+    good = {"q": "a", "a": 1 if kind == "multiple_choice" else "b", "c": ["x", "y"]}
+    (data := tmp_path / "test.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps({**good, **change})}\n")
+    metric = {"generate_until": "exact_match", "loglikelihood": "acc", "multiple_choice": "acc"}[kind]
+    choice = {"doc_to_choice": "c"} if kind == "multiple_choice" else {}
+    own = definition("mine", data, kind, [metric], doc_to_text="{{q}}", doc_to_target="a", **choice)
     (tmp_path / "mine.yaml").write_text(own)
     words = ("task=lm_eval", "task.name=mine", f"task.include={tmp_path}", "method=full")
     assert "task.name=mine: row 2 has no target" in error_of(capsys, command(*words, "limit=2"))

@@ -231,7 +231,7 @@ class ModelOptions:
     # of model=random: a name of pqcache.measure.geometries, a hub id or a folder
     geometry: str | None = None
     # of model=random: how many layers; null: all of the geometry's
-    layers: Positive | None = None
+    layers: Annotated[int, 1, 1000] | None = None
 
 
 # -- where the cells run -----------------------------------------------------------------------------------------------

@@ -125,10 +125,9 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                 raise ValueError(f"task.metric={typed}: {self.target} has {', '.join(metrics)}")
             if comma and chosen not in filters:
                 raise ValueError(f"task.metric={typed}: {self.target} has the filters {', '.join(filters)}")
-            if task.OUTPUT_TYPE == "generate_until" and task.get_config("process_results") is None:
-                for number, doc in enumerate(itertools.islice(task.eval_docs, limit), 1):
-                    if blank(task.doc_to_target(doc)):
-                        raise ValueError(f"task.name={self.target}: row {number} has no target; it cannot be graded")
+            for number, doc in enumerate(itertools.islice(task.eval_docs, limit), 1):
+                if task.get_config("process_results") is None and not _gradable(task, doc):
+                    raise ValueError(f"task.name={self.target}: row {number} has no target; it cannot be graded")
 
     def check_drawn(self, temperature: float) -> None:
         """Refuse decode.temperature where a sub-task scores given texts."""
@@ -207,6 +206,16 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
                     raise
                 replaced.add(file)
                 math_process.install(file)
+
+
+def _gradable(task: Any, doc: Any) -> bool:
+    """Whether a document has what its score needs: a text, or of choices a right one."""
+    target = task.doc_to_target(doc)
+    if task.OUTPUT_TYPE != "multiple_choice":
+        return not blank(target)
+    right, choices = task.doc_to_text(doc) if task.multiple_input else target, task.doc_to_choice(doc)
+    named = [choices.index(one) if one in choices else one for one in (right if isinstance(right, list) else [right])]
+    return bool(named) and not any(map(blank, choices)) and all(at in range(len(choices)) for at in named)
 
 
 def _over(target: str, rows: LocalSplits) -> dict[str, Any]:

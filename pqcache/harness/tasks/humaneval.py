@@ -8,6 +8,7 @@ another, which calls the completed function through a pipe. What the function re
 on this machine, so `task.execute=true` must be set; a machine that cannot isolate them refuses the task.
 """
 
+import ast
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +18,8 @@ from typing import Annotated, Any
 
 from pqcache.harness.tasks.base import TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sandbox import NotReady, judged, protections
-from pqcache.harness.tasks.sources import HUB, SOME, TEXT, DataSet, DataSetTask
+from pqcache.harness.tasks.sources import HUB, SOME, TEXT, DataSet, DataSetTask, Facts, Rows
+from pqcache.outside import refusing
 
 FIELDS = {
     "task_id": TEXT,
@@ -56,6 +58,16 @@ class HumanEval(DataSetTask):
             protections()
         except NotReady as missing:
             require(False, "execute", "true", f"this machine cannot isolate programs: {missing}")
+
+    def read(self, seed: int, limit: int | None) -> tuple[Rows, Facts]:
+        rows, facts = super().read(seed, limit)
+        for number, row in enumerate(rows, 1):
+            where = f"task.source: {self.options.source}, row {number}"
+            with refusing(f"{where}: test is no Python", SyntaxError, more="; it cannot be graded"):
+                ast.parse(row["test"])
+            if f"def {row['entry_point']}(" not in row["prompt"]:
+                raise ValueError(f"{where}: prompt begins no {row['entry_point']}; it cannot be graded")
+        return rows, facts
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
         return constructed_row(Random(f"humaneval/{seed}/{number}"), number)

@@ -124,7 +124,7 @@ def read_haystack(folder: str) -> str:
     require(bool(files), "haystack", folder, "holds no .txt file; must be book, or a folder of .txt files")
     text = "\n".join(outside.read_text(f, errors="replace") for f in files)
     allowed = f"holds {len(text)} characters of text; must hold at least {SMALLEST_HAYSTACK}"
-    require(len(text) >= SMALLEST_HAYSTACK, "haystack", folder, allowed)
+    require(len("".join(text.split())) >= SMALLEST_HAYSTACK, "haystack", folder, allowed)
     return text
 
 
