@@ -85,6 +85,11 @@ CPUS: dict[str, tuple[str, dict[str, str], Any]] = {
     "one and a half": ("0::/a", {"a/cpu.max": "150000 100000"}, 1),
     "a parent's": ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "300000 100000"}, 3),
     "version 1": ("4:cpu,cpuacct:/d", {"cpu/d/cpu.cfs_quota_us": "400000", "cpu/d/cpu.cfs_period_us": "100000"}, 4),
+    "version 1 under both names": (
+        "4:cpu,cpuacct:/d",
+        {"cpu,cpuacct/d/cpu.cfs_quota_us": "300000", "cpu,cpuacct/d/cpu.cfs_period_us": "100000"},
+        3,
+    ),
     "none of version 1": ("4:cpu:/d", {"cpu/d/cpu.cfs_quota_us": "-1", "cpu/d/cpu.cfs_period_us": "100000"}, None),
     "no period": ("0::/a", {"a/cpu.max": "200000 0"}, None),
     "names that are no names": ("\xff\n:\n0::/a", {"a/cpu.max": "200000 100000"}, 2),

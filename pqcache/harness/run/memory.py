@@ -145,8 +145,9 @@ def _limits(
         said = own.read_text(errors="replace").splitlines()
         for _, names, place in (line.split(":", 2) for line in said if line.count(":") > 1):
             groups |= dict.fromkeys(names.split(","), place)
-    for name, files in (("", new), (controller, old)):
-        path = Path(groups[name])
+    mounted = next((at.name for at in folder.glob("*") if controller in at.name.split(",")), controller)  # cpu,cpuacct
+    for name, files in (("", new), (mounted, old)):
+        path = Path(groups[controller if name else ""])
         for group in (path, *path.parents):
             at = folder / name / str(group).lstrip("/")
             with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
