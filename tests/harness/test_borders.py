@@ -15,12 +15,13 @@ import pytest
 import torch
 from lm_eval import utils
 
+from pqcache.fields import hints_of
 from pqcache.harness.command import main
 from pqcache.harness.config import cells
 from pqcache.harness.config.cells import Cell, read_config
 from pqcache.harness.report.page import cell_views
-from pqcache.harness.report.rows import read_row, read_rows, write_row
-from pqcache.harness.report.sample_lines import read_all
+from pqcache.harness.report.rows import Row, read_row, read_rows, write_row
+from pqcache.harness.report.sample_lines import Sample, read_all
 from pqcache.harness.run import models
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.samples import SampleLog, _owner
@@ -32,7 +33,7 @@ from pqcache.harness.tasks.prompt_files import read_prompts
 from pqcache.harness.tasks.ruler.constructed import make_rows as make_rows_of
 from pqcache.harness.tasks.ruler.files import GENERATED, from_generator
 from pqcache.harness.tasks.sources import DataSet
-from pqcache.outside import read_json, sealed
+from pqcache.outside import DIGEST, read_json, sealed
 from tests.harness.cells import Capture, Command, Patch, definition, error_of, planned
 from tests.harness.made_rows import make_rows, sample
 from tests.harness.tasks.building import needs_isolation
@@ -77,42 +78,30 @@ LINES: dict[str, Any] = {
     "deep nesting": "[" * 50_000,
     "no UTF-8": "\ud800",
 }
-CHANGED: dict[str, Any] = {  # as a line could be, but was not written
-    "another answer": {"response": "Rome"},
-    "another score": {"score": 100.0},
-    "another document": {"doc_id": 2},
-    "another prompt": {"fingerprint": "g"},
-    "another task": {"task": "pocket_qa"},
-    "other tokens": {"prompt_tokens": 900},
-    "more steps": {"step_s": [0.1, 0.05, 0.01, 0.01]},
-    "shorter steps": {"step_s": [0.01, 0.005, 0.001]},
-    "a faster prefill": {"prefill_s": 0.4},
-    "no times": {"prefill_s": None, "tt2t_s": None},
-    "fewer bytes": {"resident_bytes": {"device": 2**10, "host": 2**20}},
-    "bytes of no tier": {"resident_bytes": {"moon": 1}},
-    "bytes of its own": {"extra": {"content_device_bytes": 8}},
-    "a text of its own": {"extra": {"kmeans_iterations": "many"}},
-    "another machine": {"device": "another machine"},
-    "another commit": {"git_commit": "abc"},
-    "an answer that settles": {"settles": True},
-    "no answer": {"failed": "NaN"},
-    "one key less": {"cell": ...},
-    "another digest": {"digest": "0123456789abcdef"},
-    "no text for a digest": {"digest": 7},
-}
+CHANGED = [*hints_of(Sample), DIGEST]  # a value that it could have, but was not written with
 
 
-def line_of(case: Any, of: Callable[[dict[str, Any]], dict[str, Any]]) -> bytes:
+def other(value: Any) -> Any:
+    """Another value of the same kind; of null a number."""
+    if isinstance(value, dict):
+        return {**value, "x": 1}
+    if isinstance(value, bool | None):
+        return not value if value is not None else 0.5
+    return value + {int: 1, float: 0.5, str: "x", list: [0.5]}[type(value)]
+
+
+def line_of(case: Any) -> bytes:
     """The line of a case: a text as it is, or a sample that was changed."""
     if isinstance(case, dict):
-        case = {key: value for key, value in {**of({**sample(1), "cell": "c"}), **case}.items() if value is not ...}
+        case = {key: value for key, value in {**sample(1), **case}.items() if value is not ...}
     return (case if isinstance(case, str) else json.dumps(case)).encode(errors="surrogatepass") + b"\n"
 
 
 @cases([*LINES, *CHANGED])
 def test_a_line_that_cannot_be_is_used_nowhere(cell: Cell, capsys: Capture, case: str) -> None:
     good = json.dumps(sealed({**sample(0)})).encode() + b"\n"
-    bad = line_of(LINES[case], dict) if case in LINES else line_of(CHANGED[case], sealed)
+    was = sealed({**sample(1), "cell": "c"})
+    bad = line_of(LINES[case] if case in LINES else {**was, case: other(was.get(case))})
     (cell.folder / "samples.jsonl").write_bytes(good + bad)
     with SampleLog(cell.folder / "samples.jsonl", "c") as log:
         assert [one["doc_id"] for one in log] == [0]
@@ -142,25 +131,17 @@ ROWS: dict[str, Change] = {
     "no JSON": lambda row: "{",
     "no UTF-8": lambda row: b"\xff\xfe",
 }
-# of a row: a value that it could have, but was not written with
-OTHER: dict[str, Any] = {
-    "score": 999.0, "n_samples": 1_000_000, "sample_scores": {"needle_pocket": {"0:a": -1.0}}, "tasks": {},
-    "score_interval": [0.0, 1.0], "full_score": 50.0, "paired_difference": 9.0, "paired_p": 1.0, "n_failed": 1, "n_skipped": 1,
-    "published": 1.0, "budget_applied": 0.1, "attended_tokens": 9.0, "prompt_tokens": 9.0, "resident_bytes": {"device": 1.0},
-    "bytes_per_step": {}, "tt2t_s": 0.01, "tpot_p95_ms": 0.01, "timed_alone": False, "roofline": 1.0, "extra": {"batch": "many"},
-    "diagnostics": {"by_layer": []}, "versions": {}, "git_commit": "abc", "device": "x", "data": {"x": 1}, "schema": 99,
-    "kv_dtype": "x", "prompt_protocol": {"system": "x"}, "model_file": {"file": "x"}, "moon": 1, "digest": "0123456789abcdef",
-}  # fmt: skip
-CHANGES: dict[str, Change] = {f"{key} changed": (lambda row, key=key: {**row, key: OTHER[key]}) for key in OTHER}
+FIELDS = [f"{key} changed" for key in [*hints_of(Row), DIGEST]]
 
 
-@cases([*ROWS, *CHANGES])
+@cases([*ROWS, *FIELDS])
 def test_a_row_that_cannot_be_is_one_line(cell: Cell, capsys: Capture, case: str) -> None:
     (row,) = make_rows(planned("method=streaming"), {"streaming": [50.0, 60.0]}).values()
     path = cell.folder / "row.json"
     write_row(path, row)
     assert read_row(path) == row
-    made = CHANGES[case](json.loads(path.read_text())) if case in CHANGES else ROWS[case]({**row})
+    whole, key = json.loads(path.read_text()), case.removesuffix(" changed")
+    made: Any = ROWS[case]({**row}) if case in ROWS else {**whole, key: other(whole[key])}
     text = made if isinstance(made, str) else json.dumps(made) if not isinstance(made, bytes) else ""
     path.write_bytes(made if isinstance(made, bytes) else text.encode())
     assert read_row(path) is None
@@ -398,6 +379,7 @@ UNANSWERED: list[tuple[str, dict[str, Any]]] = [
     *(("qasper", {"answers": value}) for value in ([], [""], [None], None, "x", [["x"]], [True], {"x": 1})),
     *(("qasper", {"length": value}) for value in (True, "7", None)),
     *(("qasper", {field: value}) for field in ("input", "context") for value in (None, ["x"], {})),
+    ("qasper", {"context": " \n"}),
     *(("trec", {"all_classes": value}) for value in (None, [], "x", ["y"], ["x", None], ["x", ""])),
     *((f"passage_{kind}", {}) for kind in ("retrieval_en", "retrieval_zh", "count")),
 ]

@@ -20,7 +20,7 @@ from pqcache.outside import read_yaml
 
 FIELDS = {
     "input": TEXT,
-    "context": TEXT,
+    "context": SOME,
     "answers": [TEXT],
     "length": int,
     "dataset": TEXT,
