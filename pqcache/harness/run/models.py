@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")
 INST = "[INST]{prompt}[/INST]"  # Llama-2's and Mistral's turn as LongBench and PQCache write it
 OFFLOAD = "offload"  # the folder in cache_dir for weights on the disk
-TEMPLATE_S = 10.0  # seconds in which a chat template renders a prompt
+TEMPLATE_S = 5.0  # seconds in which a chat template renders a prompt
 JOIN = 64  # tokens that joining two halves of a prompt may add
 PLAIN = "plain words 25"  # what every tokenizer has tokens for
 ANSWER = "(an-answer)"  # stands for one where a chat template is looked at
