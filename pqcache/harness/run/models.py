@@ -15,7 +15,7 @@ from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
-from pqcache.outside import little_memory, reason, rendering, whole
+from pqcache.outside import little_memory, reason, refusing, rendering, whole
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +105,8 @@ class LoadedModel:
     def encode(self, text: str) -> list[int]:
         """Token ids of a wrapped prompt, led by the tokenizer's own opening tokens (BOS, or GLM's two) exactly once."""
         prefix = opening_tokens(self.tokenizer)
-        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        with refusing(f"model {self.name}: its tokenizer.json has no tokens for a prompt"):
+            ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         while prefix and ids[: len(prefix)] == prefix:
             ids = ids[len(prefix) :]
         ids = prefix + ids
