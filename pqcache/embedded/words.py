@@ -50,7 +50,10 @@ def pseudo_words(tokenizer: PreTrainedTokenizerBase) -> Words:
 @lru_cache(maxsize=2)
 def _words(description: str) -> Words:
     """The words of a tokenizer, by its description in JSON; finding them takes a third of a second."""
-    tokenizer = Tokenizer.from_str(description)
+    try:
+        tokenizer = Tokenizer.from_str(description)
+    except Exception as error:  # the library raises nothing narrower
+        raise ValueError(f"the model's tokenizer.json contradicts itself ({error})") from error
     tokenizer.no_padding()  # the description has the padding and truncation of the tokenizer's last call
     tokenizer.no_truncation()
     names = _compose(tokenizer, "Ġ[A-Z][a-z]{1,4}", _NAME_BEGINNINGS)
