@@ -217,7 +217,7 @@ def row_page() -> str:
         MADE,
         "`row.json` in a cell's folder holds what the cell measured. `null` means not measured, never zero.",
         "`pqcache.harness.report.rows` reads rows (`read_row`, `rows_under`); [results.md](results.md) makes tables of them.",
-        "A row on disk ends in `digest`, by which a reader sees that it is as it was written; `write_row` makes it. A row that was"
+        "A row on disk ends in `digest`, by which readers see that it is as it was written; `write_row` makes it. A row that was"
         " changed by hand is left out.",
         "`Count` is an int and `Amount` a float, both from 0 on; `Percent` is a float from 0 to 100.",
     ]

@@ -11,8 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import GPTNeoXConfig, MambaConfig, OPTConfig, T5Config
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
 from pqcache.harness.run import models
+from scripts.try_architectures import FAMILIES, config_of
 from tests.harness.cells import Capture, Command, error_of, model_options, rows, status
 
 YARN: dict[str, Any] = {
@@ -50,7 +52,7 @@ ABSURD: dict[str, object] = {
     },
     "a rotation that is a list": {"rope_parameters": {"rope_type": ["yarn"], "rope_theta": 10000.0}},
     "frequencies in the wrong order": {"rope_parameters": {**YARN, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
-    "a window of nothing": {"sliding_window": 0},
+    "a window of nothing": {"sliding_window": 0, "use_sliding_window": True},
     "a negative window": {"sliding_window": -4},
     "an eps of a tenth": {"rms_norm_eps": 0.1},
     "a base of one": {"rope_parameters": {"rope_type": "default", "rope_theta": 1.0}},
@@ -122,6 +124,14 @@ def test_architectures_that_no_method_runs_on_are_one_line(
     assert command("-m", "method=full,pqcache", "limit=1", f"model.path={tmp_path / 'mamba'}") == 1
     lines = [line for line in capsys.readouterr().err.splitlines() if "model mamba" in line]
     assert len(lines) == 2 and all("a recurrent state in place of a KV cache" in line for line in lines)
+
+
+def test_architectures_that_run_are_believed() -> None:
+    for family in FAMILIES:
+        config = config_of(family)
+        config.architectures = [CLASSES.get(config.model_type, "")]
+        models.model_files.check_values("a", config.to_dict())
+        models.model_files.check_config("a", config)
 
 
 ONE_LAYER: dict[str, Any] = {"num_hidden_layers": 1, "layer_types": ["full_attention"]}

@@ -34,6 +34,7 @@ BELIEVED: dict[str, Any] = {
     "rope_theta": Annotated[float, 1.001, 1e12],
     "partial_rotary_factor": Annotated[float, 1e-3, 1],
     "sliding_window": Annotated[int, 1, 1 << 40],
+    "use_sliding_window": bool,
     **dict.fromkeys(("attn_logit_softcapping", "final_logit_softcapping"), Annotated[float, 1, 1e6]),
     **dict.fromkeys(("query_pre_attn_scalar", "num_experts_per_tok"), Annotated[float, 1, 1e6]),
     **dict.fromkeys(("text_config", "quantization_config"), dict),
@@ -127,6 +128,8 @@ def check_values(path: object, said: Mapping[str, Any], file: str = "config.json
         kind = BELIEVED.get(name, Any)
         number = get_origin(kind) is Annotated
         values = value if isinstance(value, list | tuple) and number else [value]
+        if name == "sliding_window" and value == 0 and said.get("use_sliding_window") is False:
+            continue  # so Qwen2's mixtures of experts say that they have none
         if value is not None and not all(fits(one, kind) for one in values):
             expected = "{} to {}".format(*get_args(kind)[1:]) if number else describe(kind)
             raise Unusable(f"model.path={path}: {file} says {name}={value!r:.60}; expected {expected}")
@@ -199,8 +202,10 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
     in_parts = index.is_file() and not (Path(path) / SAFE).is_file()
     files = _parts(index) if in_parts else [file.name for file in sorted(Path(path).glob("*.safetensors"))]
     stored = {(name, file): kind for file in files for name, kind in _stored(Path(path) / file)}
+    # name -> whether all its numbers are finite, and whether a matrix has any but zero
+    numbers = {name: (bool(t.isfinite().all()), t.dim() < 2 or bool(t.any())) for name, t in weights(model)}
     output, embedding = model.get_output_embeddings(), model.get_input_embeddings()
-    tied = output is None or output.weight is embedding.weight or not model.config.tie_word_embeddings
+    apart = output is not None and output.weight is not embedding.weight and not hasattr(model, "hf_device_map")
     # where a quantization is known its scales are, too
     packed = getattr(model.config, "quantization_config", None) is not None
     kinds_of_floats = ("F64", "F32", "F16", "BF16", *(("F8_E4M3", "F8_E5M2") if packed else ()))
@@ -214,15 +219,15 @@ def check_weights(path: str, model: PreTrainedModel, info: Mapping[str, Any], *,
         "its index places elsewhere": {
             name for name, _ in stored.keys() ^ (read_json(index)["weight_map"].items() if in_parts else stored)
         },
-        "config.json ties, and the files do not:": [] if tied else ["lm_head.weight"],
-        "zero throughout are": [name for name, tensor in weights(model) if tensor.dim() > 1 and not bool(tensor.any())],
+        "config.json ties, and the files do not:": ["lm_head.weight"] * (apart and model.config.tie_word_embeddings),
+        "zero throughout are": [name for name, (_, some) in numbers.items() if not some],
     }
     lines = [f"{what} {len(names)} tensors ({', '.join(sorted(names)[:3])})" for what, names in kinds.items() if names]
     if lines and not allowed:
         help_ = "the weights are not what config.json says; model.allow_mismatch=true runs them all the same"
         raise Unusable(f"model.path={path}: {'; '.join(lines)}: {help_}")
-    for name, tensor in weights(model):
-        if not bool(tensor.isfinite().all()):
+    for name, (finite, _) in numbers.items():
+        if not finite:
             raise Unusable(f"model.path={path}: {name} holds NaN or infinity")
     last = torch.arange(1, 9) * model.get_input_embeddings().weight.shape[0] // 9
     with torch.inference_mode():  # eight prompts of two tokens that end in the same
