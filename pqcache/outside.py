@@ -165,8 +165,8 @@ DIGEST = "digest"  # of a record: 16 hex digits of its content
 
 
 def sealed(record: dict[str, Any]) -> dict[str, Any]:
-    """A record with a digest of its content; of half characters, which no file takes, question marks are kept."""
-    record = whole(record)
+    """A record as JSON has it, with a digest of its content; half characters, which no file takes, are question marks."""
+    record = parse_json(json.dumps(record))
     return {**record, DIGEST: _digest(record)}
 
 

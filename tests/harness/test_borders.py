@@ -302,9 +302,9 @@ def test_any_text_is_read_and_written(tmp_path: Path, case: str) -> None:
     ((row,),) = [sources.read_rows(tmp_path / "rows.jsonl")]
     row["a"].encode()
     with SampleLog(tmp_path / "samples.jsonl") as log:
-        log.append(sample(0, response=case))  # type: ignore[arg-type]
+        log.append(sample(0, response=case, extra={10: None, 9: (1,)}))  # type: ignore[arg-type]
     ((read,), _) = (list(read_all(tmp_path)[0].values()), None)
-    assert len(read["response"]) == len(case)
+    assert len(read["response"]) == len(case) and read["extra"] == {"9": [1], "10": None}
     (row,) = make_rows(planned("method=streaming"), {"streaming": [50.0]}).values()
     write_row(tmp_path / "row.json", {**row, "device": case})
     assert read_row(tmp_path / "row.json") is not None
