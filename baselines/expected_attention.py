@@ -45,8 +45,8 @@ class ExpectedScorer(Scorer):
 
     def forget(self) -> None:
         self.counts: list[int] = []  # queries per row
-        self.mean: torch.Tensor | None = None  # (n, h, d) fp32
-        self.spread: torch.Tensor | None = None  # (n, h, d, d) fp32: sum of (q - mean) (q - mean)'
+        self.mean: torch.Tensor = None  # type: ignore[assignment]  # (n, h, d) fp32
+        self.spread: torch.Tensor = None  # type: ignore[assignment]  # (n, h, d, d) fp32: sum of (q - mean) (q - mean)'
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
         """Blocks are joined by their means and spreads (Chan et al.), so that no large numbers cancel."""
@@ -68,9 +68,9 @@ class ExpectedScorer(Scorer):
                 self.counts[row] += new
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
-        assert self.mean is not None and self.spread is not None and ctx.values is not None
         method, (n, h, _), h_kv = self.method, self.mean.shape, k.shape[1]
         sinks = method.n_sink or 0
+        assert ctx.values is not None
         norms = torch.linalg.vector_norm(ctx.values.to(self.mean.dtype), dim=-1)
         # the sinks stay, whatever their scores
         scores = self.mean.new_zeros((n, h, max(lengths)))
@@ -96,7 +96,6 @@ class ExpectedScorer(Scorer):
 
         Rotations are linear in cos and sin: the mean of these gives the mean of them.
         """
-        assert self.mean is not None
         unit = torch.eye(self.mean.shape[2], dtype=self.mean.dtype, device=self.mean.device)[None, None]
         ids = torch.arange(first, first + self.method.n_future, device=unit.device)[None]
         cos, sin = (x.mean(1, keepdim=True) for x in rope.tables(ctx.rotary, unit, ids))
@@ -122,9 +121,6 @@ class ExpectedAttention(EvictionMethod):
 
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 4))
-
-    def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0)
 
     def check_model(self, config: PreTrainedConfig) -> None:
         check_rotated(config.get_text_config(decoder=True), f"method={self.name}")

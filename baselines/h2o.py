@@ -42,7 +42,7 @@ class HeavyHitterScorer(Scorer):
     def __init__(self, shape: ModelShape) -> None:
         self.h_kv, self.group = shape.h_kv, shape.group
         self.prompt: torch.Tensor | None = None  # (n, h, final length), during a prompt
-        self.sums: Buffer | None = None  # (n, h_kv, capacity) of the entries held
+        self.sums: Buffer = None  # type: ignore[assignment]  # (n, h_kv, capacity) of the entries held
         self.counts: list[int] = []  # entries of `sums` per row
 
     def observe(self, q: torch.Tensor, keys: torch.Tensor, stored: list[int], ctx: LayerContext) -> None:
@@ -75,7 +75,6 @@ class HeavyHitterScorer(Scorer):
         return scores
 
     def retain(self, slots: torch.Tensor, counts: list[int]) -> None:
-        assert self.sums is not None
         self.sums.reserve(int(slots.max()) + 1)  # entries newer than the last scores have no sums yet
         kept = take_tokens(self.sums.data.contiguous(), slots)
         self.sums = Buffer.like(kept)
@@ -83,7 +82,6 @@ class HeavyHitterScorer(Scorer):
         self.counts = list(counts)
 
     def received(self, lengths: list[int]) -> torch.Tensor:
-        assert self.sums is not None
         self.sums.reserve(max(lengths))
         for row, length in enumerate(lengths):  # the slot may still hold a dropped entry's sum
             self.sums.data[row, :, self.counts[row] : length] = 0
@@ -94,12 +92,10 @@ class HeavyHitterScorer(Scorer):
         self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
     ) -> torch.Tensor:
         """The sums so far, the same for all query heads of a group."""
-        assert self.sums is not None
         return self.sums.view(max(lengths)).repeat_interleave(self.group, 1)
 
     @property
     def buffers(self) -> list[Buffer]:
-        assert self.sums is not None
         return [self.sums]
 
     def note_drop(self, lengths: list[int], rows: list[bool]) -> None:
@@ -133,7 +129,7 @@ class H2O(EvictionMethod):
         return max(1, floor_share(total, self.recent_ratio))
 
     def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0, self.recent or 1)
+        self.require_room(self.recent or 1)
 
     def compensation(self, s: int) -> float:
         """Tokens on top of the budget at a prompt of `s` tokens."""
@@ -180,6 +176,6 @@ class H2O(EvictionMethod):
     def victim(self, layer: EvictionLayer) -> Lightest:
         """The entry with the smallest sum outside sinks and local window."""
         scorer = layer.scorer
-        assert layer.positions is not None and isinstance(scorer, HeavyHitterScorer) and scorer.sums is not None
+        assert isinstance(scorer, HeavyHitterScorer)
         ends = [seen - self.local(plan) for seen, plan in zip(layer.seen, layer.plans, strict=True)]
         return Lightest(layer.positions.data, scorer.sums.data, [plan.sinks for plan in layer.plans], ends)

@@ -126,7 +126,7 @@ class SpeculativeIndex(Index):
 
     def __init__(self, method: InfiniGen) -> None:
         self.method, self.reduce = method, str(method.reduce)
-        self.partial: Buffer | None = None  # (n, h_kv, capacity, r), as the keys
+        self.partial: Buffer = None  # type: ignore[assignment]  # (n, h_kv, capacity, r), as the keys
         self.choice: Selection | None = None  # of the step that is running
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
@@ -142,7 +142,6 @@ class SpeculativeIndex(Index):
         return [True] * len(lengths)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
-        assert self.partial is not None
         self.partial.write(self._project(k), [length - 1 for length in lengths], [1] * len(lengths))
 
     def _project(self, k: torch.Tensor) -> torch.Tensor:
@@ -162,7 +161,6 @@ class SpeculativeIndex(Index):
 
     def speculate(self, q: torch.Tensor, scaling: float) -> None:
         """Choose by q (n, h, 1, d), before the current token is stored, and start to fetch."""
-        assert self.partial is not None
         cand, _ = self.layer.candidates(ahead=True)
         self.choice = None
         if any(k < hi - cand.sinks for k, hi in zip(cand.k, cand.ends, strict=True)):
@@ -181,7 +179,6 @@ class SpeculativeIndex(Index):
 
     def speculated_logits(self, q: torch.Tensor, lo: int, hi: int, scaling: float) -> torch.Tensor:
         """q A . k A over the kept columns, for q (n, h, 1, d) and positions lo .. hi-1: (n, h, hi - lo)."""
-        assert self.partial is not None
         return products(self.speculated(q), self.partial.data[:, :, lo:hi]) * scaling
 
     def pick(self, logits: torch.Tensor, cand: Candidates) -> Selection:

@@ -67,9 +67,6 @@ class KeyDiff(EvictionMethod):
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0))
 
-    def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0, self.recent)
-
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         return window_plan(self.budget_at(s), s, self.n_sink or 0, self.recent)
 

@@ -149,9 +149,6 @@ class KVzip(RaggedMethod):
     def prunes_turns(self) -> bool:
         return False
 
-    def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0)
-
     def check_model(self, config: PreTrainedConfig) -> None:
         super().check_model(config)
         if attending(config) != served(config) or {*BOTH, *STATE} & {*(getattr(config, "layer_types", None) or ())}:

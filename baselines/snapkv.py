@@ -71,7 +71,6 @@ class WindowScorer(Scorer):
         self, k: torch.Tensor, positions: torch.Tensor, lengths: list[int], seen: list[int], scaling: float
     ) -> torch.Tensor:
         """As `head_scores`; a query sees the entries whose tokens come before its own."""
-        assert self.window.q is not None
         return self.window.sums_at(k, positions, lengths, seen, scaling)
 
 
@@ -111,7 +110,7 @@ class SnapKV(EvictionMethod):
         return self.protocol != "release"
 
     def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0, self.recent or self.w or 0)
+        self.require_room(self.recent or self.w or 0)
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         return window_plan(self.budget_at(s), s, self.n_sink or 0, self.recent or self.w or 0)

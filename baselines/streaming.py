@@ -60,9 +60,6 @@ class StreamingLLM(EvictionMethod):
         """The aligned protocol, where sinks come on top of the budget, computes what it always did."""
         return {} if self.protocol == "aligned" else super().revisions()
 
-    def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0)
-
     def check_model(self, config: PreTrainedConfig) -> None:
         if self.mode == "rolling":
             check_rotated(config.get_text_config(decoder=True), "mode=rolling")
@@ -81,7 +78,6 @@ class StreamingLLM(EvictionMethod):
 
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
         """Each row's oldest token after the sinks."""
-        assert layer.positions is not None
         position = layer.positions.view(layer.store.length)
         sinks = [self.sinks_within(self.capacity(plan)) for plan in layer.plans]
         first = table(sinks, position.device)[:, None, None]
@@ -130,7 +126,6 @@ class RollingLayer(EvictionLayer):
             newest = max(0, min(length - plan.sinks, self.method.capacity(plan) - plan.sinks - new))
             slots.append(torch.tensor([*range(plan.sinks), *range(length - newest, length)]))
             counts.append(len(slots[-1]))
-        assert self.positions is not None
         heads = torch.nn.utils.rnn.pad_sequence(slots, batch_first=True)[:, None].to(store.k.data.device)
         heads = heads.expand(-1, store.k.data.shape[1], -1)
         positions = self._positions(store.lengths).gather(-1, heads)
@@ -150,7 +145,6 @@ class RollingLayer(EvictionLayer):
         super().add(rope.unrotate(ctx.module, k, ctx.cos, ctx.sin), v, ctx)
 
     def rotated(self, q: torch.Tensor, ctx: LayerContext) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        assert self.positions is not None
         keys, values = self.store.view()
         position = self.positions.view(keys.shape[2])[:, 0]  # the same for all heads
         valid = row_mask(self.store.lengths, position.shape[1], q.device)

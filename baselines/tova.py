@@ -39,7 +39,7 @@ class NewestQueryScorer(WindowScorer):
     def __init__(self, h_kv: int) -> None:
         super().__init__(1)
         self.h_kv = h_kv
-        self.step: torch.Tensor | None = None  # (n, h_kv, >= entries held): the current step's, mean of each group
+        self.step: torch.Tensor = None  # type: ignore[assignment]  # (n, h_kv, >= entries held): the current step's, mean of each group
 
     def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: LayerContext) -> torch.Tensor:
         scores = super().head_scores(k, lengths, ctx)
@@ -48,7 +48,6 @@ class NewestQueryScorer(WindowScorer):
 
     def received(self, lengths: list[int]) -> torch.Tensor:
         """Zeros: each step stands for itself."""
-        assert self.step is not None
         n, width = len(lengths), self.step.shape[2]
         width = width if width >= max(lengths) else max(lengths) + ROOM
         self.step = self.step.new_zeros((n, self.h_kv, width))
@@ -74,9 +73,6 @@ class TOVA(EvictionMethod):
     def fill(self) -> None:
         self.by_protocol(n_sink=(32, 0), recent=(1, 0))
 
-    def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0, self.recent or 0)
-
     def plan(self, s: int, layer_idx: int, n_layers: int) -> Plan:
         return window_plan(self.budget_at(s), s, self.n_sink or 0, self.recent or 0)
 
@@ -93,7 +89,7 @@ class TOVA(EvictionMethod):
     def victim(self, layer: EvictionLayer) -> Lightest:
         """The entry with the smallest mean weight in this step, outside sinks and newest tokens; the same for all heads."""
         scorer = layer.scorer
-        assert layer.positions is not None and isinstance(scorer, NewestQueryScorer) and scorer.step is not None
+        assert isinstance(scorer, NewestQueryScorer)
         weights = scorer.step.mean(1, keepdim=True).expand_as(scorer.step).contiguous()
         ends = [seen - (self.recent or 0) for seen in layer.seen]
         return Lightest(layer.positions.data, weights, [plan.sinks for plan in layer.plans], ends)

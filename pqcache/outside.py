@@ -218,15 +218,12 @@ def rendering(seconds: float, what: str) -> Iterator[None]:
     timer.daemon = True
     timer.start()
     try:
-        try:
-            yield
-        finally:
-            with lock:
-                over = True
-            timer.cancel()
+        with refusing(f"{what} fails"):  # of Jinja, or of what its expressions do
+            try:
+                yield
+            finally:
+                with lock:
+                    over = True
+                timer.cancel()
     except _Late:
         raise ValueError(f"{what} takes more than {seconds:g} s") from None
-    except ValueError:
-        raise
-    except Exception as error:  # of Jinja, or of what its expressions do
-        raise ValueError(f"{what} fails ({reason(error)})") from error

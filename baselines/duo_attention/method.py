@@ -87,7 +87,7 @@ class DuoLayer(RaggedLayer):
     def _positions(self, lengths: list[int]) -> torch.Tensor:
         sinks = [length if window is None else window[0] for window, length in zip(self.store.windows, lengths)]
         dropped = [seen - length for seen, length in zip(self.seen, lengths, strict=True)]
-        device = self.positions.data.device  # type: ignore[union-attr]
+        device = self.positions.data.device
         entry = torch.arange(max(lengths), dtype=torch.int32, device=device)
         late = entry >= table(sinks, device)[:, None]
         return torch.where(late, entry + table(dropped, device)[:, None], entry)[:, None].int()
@@ -127,7 +127,7 @@ class DuoAttention(RaggedMethod):
         self.gates: WeakKeyDictionary[Any, tuple[torch.Tensor, int]] = WeakKeyDictionary()
 
     def check_budget(self) -> None:
-        self.require_room(self.n_sink or 0)
+        self.require_room(0)  # heads of the whole context take the rest
 
     def prepare(self, model: PreTrainedModel, text: torch.Tensor | None, cache_dir: Path | None) -> None:
         modules, steps = served_modules(model), self.steps or 1

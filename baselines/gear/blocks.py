@@ -403,7 +403,6 @@ class WholeStream(BlockStream):
     """As the released code: a row whose tokens are a multiple of `residual` becomes one block of the later blocks' rank."""
 
     def pack(self, everything: bool = False) -> None:
-        assert self.tail is not None
         size, self.blocks.rank = self.sizes[1], self.ranks[1]
         due = [tail > 0 and (body + tail) % size == 0 for body, tail in zip(self.body, self.tails, strict=True)]
         if not any(due):

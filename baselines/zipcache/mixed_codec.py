@@ -42,10 +42,10 @@ class Subset(RowState):
 
     def __init__(self, bits: int) -> None:
         self.bits = bits
-        self.codes: torch.Tensor | None = None  # (n, h_kv, slots, bytes) uint8
+        self.codes: torch.Tensor = None  # type: ignore[assignment]  # (n, h_kv, slots, bytes) uint8
         # (n, h_kv, segments, d) by channel; (n, 1 or h_kv, slots, 1) by token; (n, h_kv, slots, d / G) by group; fp16
-        self.step: torch.Tensor | None = None
-        self.low: torch.Tensor | None = None
+        self.step: torch.Tensor = None  # type: ignore[assignment]
+        self.low: torch.Tensor = None  # type: ignore[assignment]
         # (n, h_kv, segments) int32: each segment's first slot; None if there is one segment
         self.first: torch.Tensor | None = None
         self.filled: list[list[int]] = []  # slots in use, per row and head
@@ -210,7 +210,6 @@ class MixedCodec(Codec):
 
     def _widen(self, subset: Subset, new: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Ranges that hold old and new tokens; the old ones are packed again under them, tile by tile."""
-        assert subset.step is not None and subset.low is not None and subset.codes is not None
         top = 2**subset.bits - 1
         minimum, maximum = subset.low.float(), subset.low.float() + top * subset.step.float()
         held = table([any(filled) for filled in subset.filled], minimum.device)[:, None, None, None]
@@ -251,7 +250,6 @@ class MixedCodec(Codec):
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
         marks = self.widths.marks
-        assert marks is not None
         return self.take(torch.arange(lo, hi, device=marks.device).expand(len(marks), 1, -1))
 
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
@@ -266,7 +264,6 @@ class MixedCodec(Codec):
     def slots(self, which: int, lo: int, hi: int) -> torch.Tensor:
         """Slots lo .. hi-1 of one width (0 regular, 1 salient), decoded in slot order: (n, h_kv, hi - lo, d)."""
         subset = self.subsets[which]
-        assert subset.codes is not None and subset.step is not None and subset.low is not None
         n, h_kv = subset.codes.shape[:2]
         span = slice(lo, hi) if self.by != "channel" else slice(None)
         step, low = subset.step[:, :, span], subset.low[:, :, span]
@@ -278,7 +275,6 @@ class MixedCodec(Codec):
     def width_layout(self, which: int) -> Codes | None:
         """How the codes of one width (0 regular, 1 salient) are stored, in slot order; None where segments have own ranges."""
         subset = self.subsets[which]
-        assert subset.codes is not None and subset.step is not None and subset.low is not None
         n, h_kv, slots = subset.codes.shape[:3]
         if any(x is not None and x.shape[2] > 1 for x in (self.scale, subset.step if self.by == "channel" else None)):
             return None

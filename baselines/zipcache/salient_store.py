@@ -41,8 +41,8 @@ class SalientStore(PackedStore):
         self.widths, self.ratio, self.rule, self.norm, self.scope, self.gap = widths, ratio, rule, norm, scope, gap
         self.newest, self.balance, self.last_step = newest, balance, last_step
         # (n, h_kv, capacity), of the exact tokens, row r's first being token k.body[r]
-        self.sums: torch.Tensor | None = None  # fp32 or wider: attention of the probes
-        self.seen_by: torch.Tensor | None = None  # int32: probes (or queries) that could see the token
+        self.sums: torch.Tensor = None  # type: ignore[assignment]  # fp32 or wider: attention of the probes
+        self.seen_by: torch.Tensor = None  # type: ignore[assignment]  # int32: probes (or queries) that could see the token
         self.query_max: torch.Tensor | None = None  # (n, h_kv, d) fp32: max |q| of the first prompt, until it is packed
 
     def _reserve(self, tokens: int, like: torch.Tensor, h_kv: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,7 +121,6 @@ class SalientStore(PackedStore):
 
     def observe_step(self, q: torch.Tensor, lse: torch.Tensor, scaling: float) -> None:
         """The newest token as a probe of the tokens that are still exact."""
-        assert self.k.tail is not None
         n, h_kv, width, _ = self.k.tail.shape
         sums, seen_by = self._reserve(max(self.k.tails), q, h_kv)
         is_probe = [self._is_probe(row) for row in range(n)]
@@ -142,14 +141,12 @@ class SalientStore(PackedStore):
 
     def saliency(self, row: int, tokens: int) -> torch.Tensor:
         """Saliency of one row's first `tokens` exact tokens: (h_kv, tokens), or (1, tokens) for scope "layer"."""
-        assert self.sums is not None and self.seen_by is not None
         scores = self.sums[row, :, :tokens]
         if self.norm != "none":
             scores = scores / self.seen_by[row, :, :tokens].clamp_min(1)
         return scores.sum(0, keepdim=True) if self.scope == "layer" else scores
 
     def pack(self, everything: bool = False) -> None:
-        assert self.k.tail is not None
         h_kv = self.k.heads
         move = list(self.k.tails) if everything else [self.k.schedule(tail) for tail in self.k.tails]
         if not any(move):
@@ -177,7 +174,7 @@ class SalientStore(PackedStore):
     def tiles(self, size: int, read: Sequence[int] = ()) -> Iterator[Tile]:
         """The codes of one width after the other, in slot order, unless `read`; then the exact tail. K and V have one order."""
         k, v, tail = self.k.codec, self.v.codec, self.k.tail
-        assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec) and tail is not None and self.v.tail is not None
+        assert isinstance(k, MixedCodec) and isinstance(v, MixedCodec)
         if list(read) == self.lengths:
             return
         for which, subset in enumerate(k.subsets if list(read) != self.k.body else ()):

@@ -35,8 +35,8 @@ class Widths(RowState):
         self.clear()
 
     def clear(self) -> None:
-        self.marks: torch.Tensor | None = None  # (n, h_kv, blocks, 8) uint8
-        self.before: torch.Tensor | None = None  # (n, h_kv, blocks, 1) int32, salient tokens in earlier blocks
+        self.marks: torch.Tensor = None  # type: ignore[assignment]  # (n, h_kv, blocks, 8) uint8
+        self.before: torch.Tensor = None  # type: ignore[assignment]  # (n, h_kv, blocks, 1) int32, salient tokens in earlier blocks
 
     def announce(self, coming: list[torch.Tensor], salient: list[int]) -> None:
         """Set which tokens of the next append are salient: per row coming (h_kv, count) bool, and how many per head."""
@@ -51,7 +51,6 @@ class Widths(RowState):
 
     def bits(self) -> torch.Tensor:
         """(n, h_kv, tokens) bool, False past a row's end."""
-        assert self.marks is not None
         return unpack_codes(self.marks, 1, BLOCK).flatten(2).bool()
 
     def append(self, starts: Sequence[int], counts: Sequence[int]) -> None:
@@ -69,7 +68,6 @@ class Widths(RowState):
 
     def rank(self, indices: torch.Tensor, group: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
         """Of tokens `indices` (n, H, k): whether salient, and the slot; both (n, max(H, h_kv), k)."""
-        assert self.marks is not None and self.before is not None
         h_kv, blocks = self.marks.shape[1:3]
         index = indices.clamp(0, blocks * BLOCK - 1)
         if index.shape[1] == 1:

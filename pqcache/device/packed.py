@@ -21,7 +21,6 @@ def attend_packed(q: torch.Tensor, store: PackedStore, scaling: float) -> tuple[
         return None
     exact, shifts = [], []
     for stream in (store.k, store.v):
-        assert stream.tail is not None
         tail = stream.tail if stream.tail.shape[2] else stream.tail.new_zeros((*stream.tail.shape[:2], 1, q.shape[3]))
         exact.append(tail)
         first = [0] * len(stream.body) if runs else stream.body

@@ -12,7 +12,6 @@ def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float) -> torch.
 
     None: K and V differ in width (latent attention), or a gradient is to be recorded.
     """
-    assert store.k is not None and store.v is not None
     # each row is given all entries; its counts say where its own begin
     whole = [x.data.expand(len(q), -1, -1, -1) for x in (store.k, store.v)]
     if whole[0].shape[3] != whole[1].shape[3] or (torch.is_grad_enabled() and q.requires_grad):

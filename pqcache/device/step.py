@@ -21,7 +21,6 @@ __all__ = ["DeviceStep", "attend_packed", "attend_ragged", "substitute_for"]
 def substitute_for(parts: StepParts | Window | None) -> Substitute | None:
     """What does a layer's decode steps in its place; None: the layer does them itself."""
     if parts is not None and not isinstance(parts, StepParts):
-        assert parts.k is not None and parts.v is not None
         return WindowStep(parts) if parts.k.shape[3] == parts.v.shape[3] else None  # latent attention
     if parts is None or type(parts.store) is not ResidentStore or not parts.store.lengths:
         return None
@@ -82,7 +81,6 @@ class WindowStep:
 
     def __init__(self, held: Window) -> None:
         self.held = held
-        assert held.k is not None
         n, h_kv = held.k.shape[:2]
         self.cursor = send([held.columns], torch.long, held.k.device)  # (1,) the next column
         self.counts = torch.zeros((n, h_kv, COLUMNS), dtype=torch.int32, device=held.k.device)
@@ -93,7 +91,6 @@ class WindowStep:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
         self.reserve(0)
         key, value, slot = self.held.k, self.held.v, self.cursor % self.held.window
-        assert key is not None and value is not None
         key.index_copy_(2, slot, k)
         value.index_copy_(2, slot, v)
         self.cursor += 1

@@ -96,7 +96,7 @@ class Measures(Watcher):
         self.shadows: dict[int, Shadow] = {}
         self.held: dict[int, torch.Tensor | None] = {}  # what each layer kept when its last call ended
         self.prompt: list[int] = []  # tokens before the first decode step
-        self.positions: torch.Tensor | None = None  # (n, tracked) positions that are followed
+        self.positions: torch.Tensor = None  # type: ignore[assignment]  # (n, tracked) positions that are followed
         self.first_top: dict[int, torch.Tensor] = {}  # (n, h, m) the prompt's heaviest tokens at the first step
         self.measured: dict[int, list[dict[str, torch.Tensor]]] = {}  # layer -> per step, name -> (n, h)
         self.ranks: dict[int, list[torch.Tensor]] = {}  # layer -> per step (n, h, tracked)
@@ -221,7 +221,6 @@ class Measures(Watcher):
         # each layer's on its own device until here
         out = {name: torch.stack([self._steps(at, name).cpu() for at in layers]) for name in ARRAYS}
         out["ranks"] = torch.stack([torch.stack(self.ranks[at], 2).cpu() for at in layers])
-        assert self.positions is not None
         out["positions"] = self.positions.int().cpu()
         out["pages"] = torch.stack([self.pages[at][0].int().cpu() for at in layers])
         out["page_weights"] = torch.stack([self.pages[at][1].float().cpu() for at in layers])

@@ -98,7 +98,6 @@ def attend_ragged(q: torch.Tensor, store: RaggedStore, scaling: float, accelerat
 
     By the cache's `accelerator` or the CPU's kernel, which read the rows as they are; else row by row, from a copy.
     """
-    assert store.k is not None and store.v is not None
     newer, (new_k, new_v) = store.newer.length, store.newer.view()
     k, v, starts, counts = store.k.data[0, 0], store.v.data[0, 0], store.k.starts, store.k.counts
     if (

@@ -207,7 +207,7 @@ class QueryWindow(RowState):
         self.clear()
 
     def clear(self) -> None:
-        self.q: torch.Tensor | None = None  # (n, h, <= w, d), the newest query last; rows with fewer start with padding
+        self.q: torch.Tensor = None  # type: ignore[assignment]  # (n, h, <= w, d), the newest query last; rows with fewer start with padding
         self.counts: list[int] = []  # real queries held per row
 
     def push(self, q: torch.Tensor, counts: Sequence[int]) -> None:
@@ -221,7 +221,6 @@ class QueryWindow(RowState):
 
     def column_sums(self, k: torch.Tensor, stored: Sequence[int], scaling: float) -> torch.Tensor:
         """Attention of the held queries over row r's stored[r] keys, summed over queries: (n, h, max(stored))."""
-        assert self.q is not None
         n, h = self.q.shape[:2]
         sums = torch.zeros((n, h, max(stored)), dtype=accumulator_dtype(self.q), device=k.device)
         add_column_sums(sums, self.q, k, stored, self.counts, scaling)
@@ -236,7 +235,6 @@ class QueryWindow(RowState):
         k (n, h_kv, >= max(stored), d). positions (n, h_kv, >= max(stored)): of each entry's token. The newest query held is that
         of token seen[r] - 1 of row r. A query sees the entries up to its own position.
         """
-        assert self.q is not None
         h_kv, longest, held = k.shape[1], max(stored), self.q.shape[2]
         sinks = _grouped_sinks(scaling, h_kv)
         sums = torch.zeros((*self.q.shape[:2], longest), dtype=accumulator_dtype(self.q), device=k.device)

@@ -167,7 +167,6 @@ class EvictionLayer(Evictor, StagedLayer):
         pairs = zip(self.store.lengths, self.plans, strict=True)
         over = [length > self.method.capacity(plan) for length, plan in pairs] if self.dynamic else []
         if any(over):
-            assert self.positions is not None
             buffers = [self.positions, *self.scorer.buffers, *self.store.buffers]
             drop(buffers, self.method.victim(self), self.store.lengths, over)
             self.scorer.note_drop(self.store.lengths, over)

@@ -92,8 +92,12 @@ class EvictionPolicy(Method):
         """Tokens kept of a prompt (or prompt + turns) of `s` tokens."""
         raise NotImplementedError
 
-    def require_room(self, sinks: int, window: int = 0) -> None:
+    def check_budget(self) -> None:
+        self.require_room(self.hyper_parameters().get("recent") or 0)
+
+    def require_room(self, window: int) -> None:
         """Raise NotApplicable for a token budget that sinks and local window use up."""
+        sinks = self.hyper_parameters().get("n_sink") or 0
         if self.budget.tokens is not None and self.budget.tokens <= sinks + window:
             also = f" and its window of {window}" if window else ""
             raise NotApplicable(
@@ -173,7 +177,7 @@ class Evictor(RowState):
         """Back to the state before a request."""
         # (n, h_kv, capacity) int32: position of each entry's token in its row. A method that drops no generated tokens stores
         # those of the prompt or turn only: in row r the positions of entries from noted[r] on are consecutive.
-        self.positions: Buffer | None = None
+        self.positions: Buffer = None  # type: ignore[assignment]
         self.noted: list[int] = []  # entries per row whose positions are stored
         self.seen: list[int] = []  # tokens seen per row
         self.kept: list[int] = []  # entries held when the current turn began
@@ -291,7 +295,6 @@ class Evictor(RowState):
 
     def _positions(self, lengths: list[int]) -> torch.Tensor:
         """Row positions of all entries, lengths[r] of row r: (n, h_kv, max(lengths)) int32; undefined past a row's end."""
-        assert self.positions is not None
         longest = max(lengths)
         noted = self.positions.view(min(longest, self.positions.capacity))
         if self.method.is_dynamic or longest <= min(self.noted):
@@ -307,7 +310,6 @@ class Evictor(RowState):
     def place(self, lengths: list[int], like: torch.Tensor) -> None:
         """One token per row, like (n, h_kv, 1, d), is about to become entry lengths[r]: record its position."""
         if self.method.is_dynamic:  # entries do not stay in order
-            assert self.positions is not None
             if len(set(lengths)) == len(set(self.seen)) == 1:  # the same number in the same place: no table to send
                 self.positions.reserve(lengths[0] + 1)
                 self.positions.data[:, :, lengths[0]] = self.seen[0]

@@ -33,8 +33,8 @@ class SlidingLayer(SelectiveLayer):
         self.clear()
 
     def clear(self) -> None:
-        self.k: torch.Tensor | None = None
-        self.v: torch.Tensor | None = None
+        self.k: torch.Tensor = None  # type: ignore[assignment]
+        self.v: torch.Tensor = None  # type: ignore[assignment]
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, ctx: LayerContext
@@ -60,7 +60,6 @@ class SlidingLayer(SelectiveLayer):
         old = min(before, self.window - 1)
         keys, values = k, v
         if old:
-            assert self.k is not None and self.v is not None
             slots = torch.arange(before - old, before, device=k.device) % self.window
             keys, values = (torch.cat([x[:, :, slots], new], 2) for x, new in ((self.k, k), (self.v, v)))
         if ctx.recorded:
@@ -110,13 +109,11 @@ class SlidingLayer(SelectiveLayer):
         if self.k is None or self.v is None:
             self.k, self.v = (x.new_zeros((*x.shape[:2], 0, x.shape[3])) for x in (k, v))
         self.reserve(max(self.columns, expected))
-        assert self.k is not None and self.v is not None
         slots = torch.arange(self.columns - count, self.columns, device=k.device) % self.window
         self.k[:, :, slots], self.v[:, :, slots] = k[:, :, -count:], v[:, :, -count:]
 
     def reserve(self, columns: int) -> None:
         """Make room for the window of so many columns; what is stored stays where it is."""
-        assert self.k is not None and self.v is not None
         slots, room = min(self.window, columns), self.k.shape[2]
         if room < slots:
             more = (0, 0, 0, min(self.window, max(slots, 2 * room)) - room)
@@ -125,7 +122,6 @@ class SlidingLayer(SelectiveLayer):
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
         held = min(self.columns, self.window)
         self.reserve(held)
-        assert self.k is not None and self.v is not None
         slot = (self.columns - 1) % self.window
         self.k[:, :, slot], self.v[:, :, slot] = k[:, :, 0], v[:, :, 0]
         keys, values, pads = self.k[:, :, :held], self.v[:, :, :held], self._pads(ctx)

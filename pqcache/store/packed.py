@@ -46,7 +46,7 @@ class PackedStream(RowState):
         self.schedule = schedule
         self.body: list[int] = []  # packed tokens per row
         self.tails: list[int] = []  # exact tokens per row
-        self.tail: torch.Tensor | None = None
+        self.tail: torch.Tensor = None  # type: ignore[assignment]
 
     @property
     def lengths(self) -> list[int]:
@@ -54,12 +54,10 @@ class PackedStream(RowState):
 
     @property
     def heads(self) -> int:
-        assert self.tail is not None
         return self.tail.shape[1]
 
     @property
     def device(self) -> torch.device:
-        assert self.tail is not None
         return self.tail.device
 
     def append(self, x: torch.Tensor, counts: Sequence[int]) -> None:
@@ -81,7 +79,6 @@ class PackedStream(RowState):
 
     def pack(self, everything: bool = False) -> None:
         """Move tokens from the tail into the body: as many as the schedule says, or everything."""
-        assert self.tail is not None
         move = list(self.tails) if everything else [self.schedule(tail) for tail in self.tails]
         if not any(move):
             return
@@ -95,7 +92,6 @@ class PackedStream(RowState):
 
     def tile(self, lo: int, hi: int) -> torch.Tensor:
         """Tokens lo .. hi-1 of every row, whether packed or exact: (n, h_kv, hi - lo, d); zeros past a row's end."""
-        assert self.tail is not None
         last = max(self.body)
         body = self.codec.tile(lo, min(hi, last)) if lo < last else self.tail[:, :, :0]
         if len(set(self.body)) == 1 and len(set(self.tails)) == 1:
@@ -115,7 +111,6 @@ class PackedStream(RowState):
 
     def take(self, indices: torch.Tensor, group: int = 1) -> torch.Tensor:
         """Tokens `indices` (n, H, k), decoded: (n, max(H, h_kv), k, d); -1 is padding. See Codec.take."""
-        assert self.tail is not None
         if not any(self.tails):
             return self.codec.take(indices, group)
         width = self.tail.shape[2]
@@ -130,7 +125,6 @@ class PackedStream(RowState):
 
     def stretch(self, lo: int, hi: int, packed: Codes | None) -> Codes:
         """Tokens lo .. hi-1 as kernels read them, all packed or all exact, where all rows have as many of either."""
-        assert self.tail is not None
         body = self.body[0]
         if hi <= body:
             assert packed is not None
@@ -145,7 +139,6 @@ class PackedStream(RowState):
         units of the codec. Packed tokens that a head keeps beyond that number become exact copies of what they decode to. Waits
         for the device, to read counts.
         """
-        assert self.tail is not None
         column = torch.arange(indices.shape[2], device=indices.device)
         inside = (indices < _rows(self.body, indices.device)) & (column < _rows(counts, indices.device))
         unit = self.codec.unit

@@ -60,8 +60,8 @@ class RaggedStore(Store):
     per_row = ("k", "v", "newer")
 
     def __init__(self) -> None:
-        self.k: Ragged | None = None
-        self.v: Ragged | None = None
+        self.k: Ragged = None  # type: ignore[assignment]
+        self.v: Ragged = None  # type: ignore[assignment]
         self.newer = ResidentStore()
 
     def take(self, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor, counts: Sequence[int]) -> None:
@@ -78,7 +78,6 @@ class RaggedStore(Store):
 
     def whole_rows(self) -> ResidentStore:
         """A copy of everything, for as long as a turn is read: rows padded to the longest."""
-        assert self.k is not None and self.v is not None
         copy, longest = ResidentStore(), self.k.capacity
         copy.load(self.k.view(longest), self.v.view(longest), self.k.counts)
         if self.newer.length:

@@ -37,8 +37,8 @@ class StepParts:
 class Window(Protocol):
     """Of a layer that keeps the newest `window` columns alone: column c is in slot c % window of k and v (n, h_kv, slots, d)."""
 
-    k: torch.Tensor | None
-    v: torch.Tensor | None
+    k: torch.Tensor
+    v: torch.Tensor
     window: int
     columns: int
 

@@ -44,7 +44,7 @@ class Member:
 
     cell: Cell
     log: SampleLog
-    lm: HarnessLM | None = None  # once it was needed
+    lm: HarnessLM = None  # type: ignore[assignment]  # until it is needed
 
     def adapter(self, session: Session) -> HarnessLM:
         """The cell's method behind lm-eval's interface. Raises what keeps the cell from running."""
@@ -87,7 +87,6 @@ class _Run:
         if not (able := self._able()):
             return
         first = able[0]
-        assert first.lm is not None
         loaded = first.lm.loaded
         begin, stop = self.unit.first, math.inf if self.unit.stop is None else self.unit.stop
         requests = [r for r in self.session.requests(first.cell, loaded) if begin <= int(r.doc_id or 0) < stop]
@@ -100,7 +99,7 @@ class _Run:
             as bar,
         ):  # fmt: skip
             for member in able:
-                member.lm.within.bar = bar  # type: ignore[union-attr]
+                member.lm.within.bar = bar
             if self.batch > 1:  # all of them are generated: check_task
                 self._batches(requests, bar)
                 return
@@ -115,7 +114,6 @@ class _Run:
 
     def _prepare(self, member: Member, requests: Sequence[Instance]) -> None:
         """Have the method calibrate, which may take minutes, if any of the requests lacks an answer of it."""
-        assert member.lm is not None
         for request in requests:
             with contextlib.suppress(TooLong):
                 if member.lm.computes and member.lm.lacking(request):
@@ -148,7 +146,7 @@ class _Run:
     def _batches(self, requests: Sequence[Instance], bar: Any) -> None:
         """Answer all requests by every cell, several at a time."""
         first = self._able()[0].lm
-        if self.sharing is not None and first is not None:
+        if self.sharing is not None:
             asks = [(request, 0) for request in requests]
             for group in batches.in_batches(first, asks, lambda ask: bool(self._lacking([ask[0]]))):
                 together = [request for request, _ in group]
@@ -156,7 +154,6 @@ class _Run:
                     self.sharing.answer(together, [(lm, draw) for _, lm, draw in todo])
         if self.unit.shared != "only":
             for member in self._able():
-                assert member.lm is not None
                 self._guard(member, partial(batches.fill, member.lm, requests, bar.update))
 
     def _lacking(self, requests: Sequence[Instance]) -> list[tuple[Member, HarnessLM, int]]:
@@ -164,7 +161,6 @@ class _Run:
         first = int(self.batch == 1 and any(int(request.doc_id or 0) < self.unit.own for request in requests))
         todo = []
         for member in self._able():
-            assert member.lm is not None
             lacking = [set(member.lm.lacking(request)) for request in requests]
             todo += [(member, member.lm, draw) for draw in sorted(set.intersection(*lacking)) if draw >= first]
         return todo

@@ -94,7 +94,7 @@ class LoadedModel:
         with rendering(TEMPLATE_S, "the model's chat template"):
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **told)
             if prompt.strip() not in text:
-                raise ValueError("the model's chat template leaves out a part of the prompt")
+                raise ValueError("it leaves out a part of the prompt")
         return whole(str(text))
 
     def turn(self, prompt: str) -> list[int]:

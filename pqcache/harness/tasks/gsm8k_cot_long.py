@@ -94,7 +94,7 @@ def exemplars(source: str) -> sources.Rows:
         by_index = dict(enumerate(rows))
     else:
         for path in sorted(folder.glob("train*.jsonl")):
-            for number, row in enumerate(sources.read_rows(path, fields=FIELDS), 1):
+            for number, row in enumerate(sources.read_rows(path), 1):
                 if isinstance(index := row.get("train_index"), int):
                     by_index.setdefault(index, sources.as_said(row, FIELDS, f"{path}, row {number}"))
     missing = [index for index in EXEMPLARS if index not in by_index]

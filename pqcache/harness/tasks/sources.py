@@ -5,7 +5,7 @@
     rows, facts = GSM8K.read("/data/gsm8k", limit=20)   # facts go into TaskSpec.data, and so into the row
 
     path = hub_file("zai-org/LongBench", "data.zip", None)     # one file of a data set
-    rows = read_rows(path, fields=("input", "context", "answers"))
+    rows = read_rows(path)
 
 Only `DataSet.read` and `hub_file` use the network, and neither does under HF_HUB_OFFLINE=1. `DataSetTask` is a task over
 one such data set, `LocalSplits` the local rows of a task of lm-eval.
@@ -18,7 +18,7 @@ import json
 import logging
 import re
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -81,7 +81,9 @@ def as_said(row: dict[str, Any], fields: Fields, where: str) -> dict[str, Any]:
             raise ValueError(f"task.source: {where}: {name} is no {kind.__name__}; it cannot be graded")
         return value
 
-    return {**row, **{name: checked(name, row.get(name), kind) for name, kind in fields.items()}}
+    if missing := [name for name in fields if name not in row]:
+        raise ValueError(f"task.source: {where} lacks {', '.join(missing)}")
+    return {**row, **{name: checked(name, row[name], kind) for name, kind in fields.items()}}
 
 
 # -- whole data sets ---------------------------------------------------------------------------------------------------
@@ -107,7 +109,7 @@ class DataSet:
         else:
             path = Path(source).expanduser()
             path = path if path.is_file() else local_file(source, *self.files)
-            rows, facts = _read_file(path, tuple(self.fields), path.stat().st_mtime_ns), file_facts(path)
+            rows, facts = _read_file(path, path.stat().st_mtime_ns), file_facts(path)
         checked = [as_said(row, self.fields, f"{source}, row {number}") for number, row in enumerate(rows[:limit], 1)]
         return checked, {**facts, "sha256": dict(facts["sha256"])}
 
@@ -126,8 +128,6 @@ def _read_hub(data: DataSet) -> tuple[Rows, Facts]:
     with refusing(refused, more=f"; {help_}"):
         table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
     rows = [dict(row) for row in table]
-    if rows and (missing := [field for field in data.fields if field not in rows[0]]):
-        raise ValueError(f"task.source=hub: {name} lacks {', '.join(missing)}")
     return rows, facts_of(f"hub {name}", {data.split: digest(rows)}, data.revision)
 
 
@@ -139,8 +139,8 @@ def _has_stored_tables() -> bool:
 
 
 @lru_cache(maxsize=32)
-def _read_file(path: Path, fields: tuple[str, ...], mtime: int) -> Rows:
-    return read_rows(path, fields=fields)
+def _read_file(path: Path, mtime: int) -> Rows:
+    return read_rows(path)
 
 
 class DataSetTask(Task[Any]):
@@ -259,27 +259,24 @@ def digest(rows: Rows) -> str:
 # -- files of rows -----------------------------------------------------------------------------------------------------
 
 
-def read_rows(path: Path, *, fields: Collection[str] = (), limit: int | None = None) -> Rows:
-    """The first `limit` rows of a .jsonl, .jsonl.gz or .parquet file, each with at least `fields`."""
+def read_rows(path: Path, limit: int | None = None) -> Rows:
+    """The first `limit` rows of a .jsonl, .jsonl.gz or .parquet file."""
     if path.suffix == ".parquet":
         from pyarrow import parquet
 
         with refusing(f"task.source: {path} is no Parquet file"), open_regular(path) as file:
-            rows = parquet.read_table(file).slice(0, limit).to_pylist()
-        return [_checked(row, fields, f"{path}, row {number}") for number, row in enumerate(rows, 1)]
-    return list(read_lines(path, fields=fields, limit=limit).values())
+            return parquet.read_table(file).slice(0, limit).to_pylist()
+    return list(read_lines(path, limit).values())
 
 
-def read_lines(path: Path, **how: Any) -> dict[int, dict[str, Any]]:
-    """Line number -> row of a .jsonl or .jsonl.gz file. how: of `parse_lines`."""
+def read_lines(path: Path, limit: int | None = None) -> dict[int, dict[str, Any]]:
+    """Line number -> row of a .jsonl or .jsonl.gz file."""
     with refusing(f"task.source: {path} cannot be read", OSError), open_regular(path) as file:
         text = io.TextIOWrapper(gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file, encoding="utf-8-sig")
-        return parse_lines(text, str(path), **how)
+        return parse_lines(text, str(path), limit)
 
 
-def parse_lines(
-    file: TextIO, name: str, *, fields: Collection[str] = (), limit: int | None = None
-) -> dict[int, dict[str, Any]]:
+def parse_lines(file: TextIO, name: str, limit: int | None = None) -> dict[int, dict[str, Any]]:
     """One JSON object per line, by its number; empty lines are skipped. name: the file's, for error messages."""
     rows: dict[int, dict[str, Any]] = {}
     number = 0
@@ -288,7 +285,9 @@ def parse_lines(
             if limit is not None and len(rows) >= limit:
                 break
             if line.strip():
-                rows[number] = _checked(parse_json(line), fields, f"{name}, line {number}")
+                rows[number] = row = parse_json(line)
+                if not isinstance(row, dict):
+                    raise ValueError(f"task.source: {name}, line {number} is no JSON object")
     except Exception as error:  # what a cut, encrypted or foreign file does to its reader has many kinds
         if str(error).startswith("task.source"):
             raise
@@ -310,14 +309,6 @@ def _bounded(file: TextIO, name: str) -> Iterator[str]:
             what = f"a line of more than {LONGEST_LINE}" if len(line) > LONGEST_LINE else f"more than {LONGEST_FILE}"
             raise ValueError(f"task.source: {name} holds {what} characters")
         yield line
-
-
-def _checked(row: Any, fields: Collection[str], where: str) -> dict[str, Any]:
-    if not isinstance(row, dict):
-        raise ValueError(f"task.source: {where} is no JSON object")
-    if missing := [field for field in fields if field not in row]:
-        raise ValueError(f"task.source: {where} lacks {', '.join(missing)}")
-    return row
 
 
 @lru_cache(maxsize=8)

@@ -80,7 +80,7 @@ def test_wrong_folders_and_files_end_in_one_line(
     cases = {
         ("task=longbench_narrativeqa", source): ["holds no narrativeqa.jsonl"],
         ("task=longbench_hotpotqa", source): ["hotpotqa.jsonl is no JSON lines file"],
-        ("task=longbench_lcc", source): ["lcc.jsonl, line 1", "lacks answers, length"],
+        ("task=longbench_lcc", source): ["lcc.jsonl, row 1", "lacks answers, length"],
         ("task=longbench_musique", source): ["musique.jsonl holds no row"],
         ("task=longbench_trec", source): ["trec.jsonl, row 1", "all_classes"],
         ("task=longbench_e", source): ["holds no qasper_e.jsonl"],

@@ -51,10 +51,10 @@ def test_rows_of_packed_and_table_files(tmp_path: Path) -> None:
         file.write("\n".join(json.dumps(row) for row in rows))
     pd.DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
     for name in ("rows.jsonl.gz", "rows.parquet"):
-        assert sources.read_rows(tmp_path / name, fields=("a",)) == rows
+        assert sources.read_rows(tmp_path / name) == rows
         assert sources.read_rows(tmp_path / name, limit=1) == rows[:1]
-        with pytest.raises(ValueError, match="lacks c"):
-            sources.read_rows(tmp_path / name, fields=("c",))
+        with pytest.raises(ValueError, match="row 1 lacks c"):
+            sources.DataSet("rows", fields={"a": int, "c": str}).read(str(tmp_path / name))
 
 
 @pytest.mark.rest

@@ -168,8 +168,7 @@ class LongBench(Task[LongBenchOptions]):
             rows, facts = read_archive(files, self.options.revision, max_rows)
         else:
             paths = {dataset: sources.local_file(self.options.source, name) for dataset, name in files.items()}
-            how: dict[str, Any] = {"fields": data_sets.FIELDS, "limit": max_rows}
-            rows = {dataset: sources.read_rows(path, **how) for dataset, path in paths.items()}
+            rows = {dataset: sources.read_rows(path, max_rows) for dataset, path in paths.items()}
             facts = sources.facts_of("local folder", {path.name: file_hash(path) for path in paths.values()})
         for dataset, name in files.items():
             own = enumerate(rows[dataset], 1)
@@ -216,7 +215,7 @@ def read_archive(files: dict[str, str], revision: str | None, limit: int | None)
         for dataset, name in files.items():
             with archive.open(f"data/{name}") as file:
                 lines = io.TextIOWrapper(file, encoding="utf-8")
-                read = sources.parse_lines(lines, f"{ARCHIVE}/{name}", fields=data_sets.FIELDS, limit=limit)
+                read = sources.parse_lines(lines, f"{ARCHIVE}/{name}", limit)
                 rows[dataset] = list(read.values())
     return rows, sources.hub_facts(REPO, ARCHIVE, path)
 
