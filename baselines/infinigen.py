@@ -39,7 +39,7 @@ from pqcache.kernels.scaling import capped
 from pqcache.selective.attach import served_modules
 from pqcache.selective.budget import Plan, floor_share
 from pqcache.selective.calibration import Calibration, Tensors, watch_text
-from pqcache.selective.group import group_reduce, products, top_tokens
+from pqcache.selective.group import Reduce, group_reduce, products, top_tokens
 from pqcache.selective.index import Candidates, Index, Selection
 from pqcache.selective.layer import LayerContext, WatchedCall
 from pqcache.selective.placement import home
@@ -220,7 +220,7 @@ class InfiniGen(RetrievalMethod):
     recent_ratio: ClassVar[float] = 0.0  # type: ignore[misc]
 
     # as RetrievalMethod.reduce; null: sum_softmax, in the release's protocol none
-    reduce: str | None = None  # type: ignore[assignment]
+    reduce: Reduce | None = None  # type: ignore[assignment]
     # share of the columns that speculation uses; null: 0.2, in the paper's protocol 0.3
     partial_ratio: Part | None = None
     # columns of largest sum over a group: q (of |q A|), union (of |q A| or |k A|), abs_sum (of both sums added); null: q, in the

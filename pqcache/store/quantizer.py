@@ -25,11 +25,6 @@ class Quantized(NamedTuple):
     low: torch.Tensor
 
 
-def check_bits(bits: int) -> None:
-    if not 1 <= bits <= 8:
-        raise ValueError(f"bits={bits}: allowed is 1..8")
-
-
 def parameters(
     x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1, valid: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -37,7 +32,6 @@ def parameters(
 
     valid (bool, broadcastable to x) leaves entries out; a slice without any gets (0, 0). Values beyond fp16's range are clamped.
     """
-    check_bits(bits)
     low = high = x.float()
     if valid is not None:
         low, high = low.masked_fill(~valid, torch.inf), high.masked_fill(~valid, -torch.inf)
@@ -85,7 +79,6 @@ def finite(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def packed_width(d: int, bits: int) -> int:
     """Bytes of d packed codes: whole codes per byte if `bits` divides 8, else `bits` bytes per eight codes."""
-    check_bits(bits)
     per_byte = 8 // bits
     return -(-d // per_byte) if per_byte * bits == 8 else -(-d // 8) * bits
 

@@ -139,7 +139,7 @@ def test_what_cannot_be_read_is_one_line(
     write(tmp_path / "strange.gguf", tiny, "no_such_architecture")
     assert "no_such_architecture" in error_of(capsys, command("method=full", f"model.path={tmp_path}/strange.gguf"))
     for how, why in (
-        ({"blocks": 1}, "holds 2 layers, and says block_count=1"),
+        ({"blocks": 1}, "transformers takes "),
         ({"more": "rope_freqs.weight"}, "rope_freqs.weight among them"),
         ({"more": "blk.0.attn_q.lora"}, "transformers takes 159680"),
         ({"scaling": "yarn"}, "says {'llama.rope.scaling.type': 'yarn'}"),

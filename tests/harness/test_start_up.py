@@ -57,7 +57,7 @@ def test_wrong_names_and_look_ups_import_neither_torch_nor_transformers(tmp_path
 # What a machine lacks for a command that is right elsewhere: words -> the beginning of the line.
 NOWHERE = "http://127.0.0.1:9 cannot be reached (Connection refused), and it is not in the hub's cache"
 LACKING = {
-    "model.device=cuda": "model.device=cuda: there is no CUDA device here; use model.device=cpu or auto",
+    "model.device=cuda": "model.device=cuda: cannot be used here (",
     "method=pqcache method.kmeans_device=cuda": "method.kmeans_device=cuda: allowed is cpu or auto on a machine without CUDA",
     "dense_layers=99": "dense_layers=99: embedded has 4 layers",
     "model.max_length=300 task.length=256": "task.length=256: with 48 new tokens more than the 300 tokens",

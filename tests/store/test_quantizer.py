@@ -58,9 +58,6 @@ def test_codes_survive_packing(pick: Pick) -> None:
 def test_packed_widths() -> None:
     assert [packed_width(128, bits) for bits in (1, 2, 3, 4, 8)] == [16, 32, 48, 64, 128]
     assert [packed_width(5, bits) for bits in (1, 2, 3, 4, 8)] == [1, 2, 3, 3, 5]
-    for bits in (0, 9):
-        with pytest.raises(ValueError, match="1..8"):
-            packed_width(4, bits)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -10,6 +10,8 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
+from pqcache.harness.run.model_files import Unusable
+
 END = "</think>"
 SWITCH = "enable_thinking"  # a variable of chat templates that can have the model think or not
 EVERY_S = 30.0  # between two lines on an answer that grows
@@ -17,15 +19,15 @@ BAR_S = 1.0  # between two changes of the bar
 
 
 def check(name: str, thinking: bool, tokenizer: Any, *, chat: bool) -> None:
-    """Refuse `model.thinking` where the chat template does not know it. Raises a one-line ValueError."""
+    """Refuse `model.thinking` where the chat template does not know it. Raises Unusable."""
     typed = f"model.thinking={str(thinking).lower()}"
     if not chat:
-        raise ValueError(f"{typed}: goes with a chat template, and {name} gets its prompts without one")
+        raise Unusable(f"{typed}: goes with a chat template, and {name} gets its prompts without one")
     template = str(tokenizer.chat_template)
     if SWITCH in template or (thinking and END in template):
         return
     knows = f"neither {SWITCH} nor {END}" if thinking else f"no {SWITCH}"
-    raise ValueError(f"{typed}: the chat template of {name} knows {knows}")
+    raise Unusable(f"{typed}: the chat template of {name} knows {knows}")
 
 
 def decode(tokenizer: Any, ids: list[int], *, thinking: bool) -> str:

@@ -107,10 +107,6 @@ def _convert(file: Path, folder: Path) -> None:
     # of a truncated file the reader cannot map the last tensors
     reader = GGUFReader(file)
     fields, names = reader.fields, [tensor.name for tensor in reader.tensors]
-    held = len({name.split(".")[1] for name in names if name.startswith("blk.")})
-    said = next((int(field.contents()) for name, field in fields.items() if name.endswith(".block_count")), held)
-    if said != held:
-        raise ValueError(f"holds {held} layers, and says block_count={said}")
     scaled = {name: field.contents() for name, field in fields.items() if name.endswith(".rope.scaling.type")}
     if set(scaled.values()) - {"none"}:
         raise ValueError(f"says {scaled}, which transformers does not read; use safetensors")

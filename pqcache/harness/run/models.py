@@ -309,10 +309,7 @@ def _loaded(
     chat = has_template if options["chat"] is None else options["chat"]
     limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
     if thinks is not None:
-        try:
-            answers.check(name, thinks, tokenizer, chat=chat)
-        except ValueError as error:
-            raise model_files.Unusable(str(error)) from error
+        answers.check(name, thinks, tokenizer, chat=chat)
     folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
     if folder.is_dir():
         marks = model_files.marks(folder, by_content=name in WEIGHTS)
@@ -393,13 +390,13 @@ def map_arguments(options: dict[str, Any]) -> dict[str, Any]:
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     parts, most = options["device_map"], options.get("max_memory")
     if isinstance(parts, dict):
-        parts = {part: _number(place) for part, place in parts.items()}
+        parts = {part: place(at) for part, at in parts.items()}
     if most is not None:
-        most = {_number(place): _number(size) for place, size in most.items()}
+        most = {place(at): place(size) for at, size in most.items()}
     return {"device_map": parts, "max_memory": most, "offload_folder": folder}
 
 
-def _number(value: str | int) -> str | int:
+def place(value: str | int) -> str | int:
     """cuda:1 -> 1, as accelerate names a GPU, and digits -> a number; other texts as they are."""
     text = str(value).removeprefix("cuda:")
     return int(text) if text.isdigit() else text

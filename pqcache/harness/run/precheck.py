@@ -14,6 +14,7 @@ from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models, smoke_models
 from pqcache.harness.run.prompts import Reader, TooLong
 from pqcache.harness.run.session import Session, model_key
+from pqcache.outside import reason
 from pqcache.selective import NotApplicable
 from pqcache.selective.shape import served
 
@@ -111,18 +112,14 @@ def _config(cell: Cell) -> Any:
 
 def _missing_devices(cell: Cell) -> list[str]:
     """One line for each device that the cell names and this machine lacks."""
-    parts = cell.unhashed["model"].get("device_map")
-    named = [(cell.device, "model.device")]
-    if cell.spread and isinstance(parts, dict):
-        named = [(f"cuda:{at}" if isinstance(at, int) else at, "model.device_map") for at in parts.values()]
-    lines, count = [], torch.cuda.device_count()
-    missing = {"cuda": not torch.cuda.is_available(), "mps": not torch.backends.mps.is_available()}
-    for device, option in named:
-        kind, _, number = device.partition(":")
-        if missing.get(kind):
-            lines.append(f"{option}={device}: there is no {kind.upper()} device here; use {option}=cpu or auto")
-        elif kind == "cuda" and number.isdigit() and int(number) >= count:
-            lines.append(f"{option}={device}: there are {count} CUDA devices here")
+    named, option, lines = [models.pick_device(cell.device)], "model.device", []
+    if cell.spread and isinstance(parts := cell.unhashed["model"].get("device_map"), dict):
+        named, option = list(parts.values()), "model.device_map"
+    for device in named:
+        try:
+            torch.empty(0, device=models.place(device if device != "disk" else "cpu"))
+        except Exception as error:  # the kinds differ by device
+            lines.append(f"{option}={device}: cannot be used here ({reason(error)}); use {option}=cpu or auto")
     return lines
 
 

@@ -36,7 +36,7 @@ from pqcache.fields import Positive, Whole, added
 from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
-from pqcache.naming import suggestion
+from pqcache.naming import near
 from pqcache.outside import reason
 
 if TYPE_CHECKING:
@@ -45,7 +45,6 @@ if TYPE_CHECKING:
 
 PREFIX = "lm_eval:"  # of these tasks' names, as in the table of tasks
 SHUFFLE = 0  # seeds what a definition shuffles
-CLOSE = 60  # names that are compared with a mistyped one with care
 
 
 @dataclass(kw_only=True)
@@ -102,15 +101,11 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         return manager(str(folder))
 
     def check(self) -> None:
-        """Refuse a name that lm-eval does not know. It has thousands, too many to list, or to compare with care."""
-        from rapidfuzz import fuzz, process
-
+        """Refuse a name that lm-eval does not know. It has thousands, too many to list."""
         known = self._manager().task_index
         if self.target not in known:
-            close = process.extract(self.target, sorted(known), scorer=fuzz.ratio, limit=CLOSE)
-            hint = suggestion(self.target, [name for name, *_ in close])
-            hint = hint if hint.startswith("did you mean") else "`lm-eval ls tasks` lists all names"
-            raise ValueError(f"task.name={self.target}: lm-eval has no such task; {hint}")
+            hint = near(self.target, sorted(known)) or "; `lm-eval ls tasks` lists all names"
+            raise ValueError(f"task.name={self.target}: lm-eval has no such task{hint}")
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         return Longest(f"task.name={self.target}", 0, 0)
