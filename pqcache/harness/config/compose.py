@@ -4,6 +4,8 @@ Hydra would answer a wrong word with a long text and exit code 1, and would star
 each wrong word becomes one line, and the rest is still checked.
 """
 
+import copy
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache, lru_cache, partial
@@ -228,18 +230,20 @@ def file_of(config_dir: Path, group: str, name: str) -> dict[str, Any]:
 def _compose_once(config_dir: Path, changed: int, overrides: list[str]) -> tuple[dict[str, Any], dict[str, Any]]:
     """(mode, params and choices, all keys). Groups are chosen first, values set afterwards. changed: see `_chosen`."""
     groups = tuple(text for text in overrides if not text.startswith(VALUE))
-    values = [text for text in overrides if text.startswith(VALUE)]
     try:
         hydra, chosen = _with_method(config_dir, changed, groups)
-        config = OmegaConf.create(chosen)
-        for text in values:
-            key, value = _value(text)
+        values = [_value(text) for text in overrides if text.startswith(VALUE)]
+        set_here = {re.split(r"[.\[]", key)[0] for key, _ in values}
+        # OmegaConf takes most of the time of a large sweep: it gets what is set, and all only where "${" may refer to all
+        whole = "${" in f"{chosen}{values}"
+        config = OmegaConf.create({key: node for key, node in chosen.items() if whole or key in set_here})
+        for key, value in values:
             OmegaConf.update(config, key, value, merge=True, force_add=True)
         container = OmegaConf.to_container(config, resolve=True)
     except (HydraException, OmegaConfBaseException, AssertionError, RecursionError, ValueError) as error:
         raise Refused([shortened(error)]) from error
     assert isinstance(container, dict)
-    return hydra, {str(k): v for k, v in container.items()}
+    return hydra, copy.deepcopy({str(k): v for k, v in {**chosen, **container}.items()})
 
 
 @lru_cache(maxsize=4096)
