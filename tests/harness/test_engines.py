@@ -240,7 +240,7 @@ def _kill_a_worker_once(out: Path, before: int) -> None:
 @pytest.mark.timeout(600)
 def test_two_ray_workers_whose_driver_is_killed_and_then_one_of_them(tmp_path: Path) -> None:
     pytest.importorskip("ray")
-    words = "-m method=full,pqcache,snapkv budget=0.25 task=pocket_qa task.length=512 limit=8 wandb=disabled".split()
+    words = "-m method=full,pqcache budget=0.25 task=pocket_qa task.length=512 limit=8 wandb=disabled".split()
     assert run.main([*words, f"out={tmp_path / 'plain'}"]) == 0
     ray = ["launch=ray", "launch.workers=2", "launch.gpus_per_worker=0"]
     typed = [sys.executable, "run.py", *words, f"out={tmp_path / 'ray'}", *ray]
@@ -249,13 +249,13 @@ def test_two_ray_workers_whose_driver_is_killed_and_then_one_of_them(tmp_path: P
     driver.kill()
     driver.wait()
     found = _samples(tmp_path / "ray")
-    assert 0 < found < 24
+    assert 0 < found < 16
     killer = threading.Thread(target=_kill_a_worker_once, args=[tmp_path / "ray", found], daemon=True)
     killer.start()
     assert run.main([*words, f"out={tmp_path / 'ray'}", *ray]) == 0
     assert results(tmp_path / "plain") == results(tmp_path / "ray")
     rows = [json.loads(path.read_text()) for path in (tmp_path / "ray").glob("*/row.json")]
-    assert len(rows) == 3
+    assert len(rows) == 2
     for folder in {path.parent for path in (tmp_path / "ray").glob("*/row.json")}:
         documents = [json.loads(line)["doc_id"] for path in folder.glob("samples*.jsonl") for line in path.open()]
         assert sorted(documents) == list(range(8))  # none is lost, none is there twice

@@ -49,6 +49,8 @@ SHORT = {
     "turns": "task.length=300",
     "ruler": "task.families=[niah_single_1] task.length=512",
 }
+# Words of a reader's command that make its inputs long.
+LONG = {"task.lines=200,400": "task.lines=20,40", "task.length=4096": "task.length=512"}
 # Words that leave a few cells of a large experiment; all of them are composed by test_docs.py.
 FEW = {
     "compositions": "cell=zipcache_pqcache,snapkv_then_pqcache,pages_then_pq",
@@ -57,6 +59,7 @@ FEW = {
     "hybrids": "cell=full,pqcache_host,quest_block_cache",
     "long_chain": "cell=full,pqcache",
     "pocket_budget": "method=full,pqcache budget=0.2",
+    "pqcache_table2": "cell=full,pqcache",
     "turns": "method=full,snapkv",
     "pocket_kvcrush_fig5": "cell=full,snapkv_25",
 }
@@ -93,7 +96,7 @@ class Reader:
             folder = trace if "that cell" in shown else self.folder
             command = command.replace(shown, filling.format(folder=folder))
         command = command.replace("someone/model", str(self.folder)).replace("results/runs", str(self.out / "smoke"))
-        words = shlex.split(command)
+        words = [LONG.get(word, word) for word in shlex.split(command)]
         words = words[2:] if words[0] == "python" else words[1:]
         by = command_line.answered_by(words)
         if not words or "--help" in words or by == "lookup":
@@ -134,9 +137,7 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "pqcache.harness.report.diagnostic_figures": [str(reader.out / "experiments" / "smoke")],
         "pqcache.harness.run.recall_sweep": ["--length", "150", "--steps", "2", "--out", str(tmp_path / "recall")],
     }
-    for command in typed("python -m "):
-        if not command.startswith(NOT_HERE):
-            name = command.split()[2]
-            reader.type(command, lambda name=name: module(name, modules[name], monkeypatch))
+    for name in sorted({command.split()[2] for command in typed("python -m ") if not command.startswith(NOT_HERE)}):
+        reader.type(f"python -m {name}", lambda name=name: module(name, modules[name], monkeypatch))
     print("\n".join(f"{spent:6.1f} s  {command}" for command, spent in reader.seconds.items()))
     assert reader.failed == []
