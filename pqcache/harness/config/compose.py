@@ -288,7 +288,9 @@ def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[di
         if (known := experiments(config_dir).get(name)) is not None:
             texts.append(str(known.values.get("defaults")))
             if known.file.stem != name:  # no file of its own
-                ConfigStore.instance().store(group="experiment", name=name, node=known.values)
+                store = ConfigStore.instance()
+                store.repo.pop("experiment", None)  # Hydra copies all that is stored whenever it composes
+                store.store(group="experiment", name=name, node=known.values)
     for task in PARTS:
         if any(task in text for text in texts):
             part("task", task)
