@@ -19,7 +19,6 @@ from pqcache import selective  # noqa: E402
 from pqcache.embedded.documents import filler_text  # noqa: E402
 from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
 from pqcache.harness.run.samples import SampleLog  # noqa: E402
-from pqcache.harness.tasks import any_lm_eval  # noqa: E402
 from tests.harness.cells import model_options, on_model, watch  # noqa: E402
 from tests.threads import threads  # noqa: E402
 from tests.tokenizer import save_tokenizer, train_tokenizer  # noqa: E402
@@ -116,16 +115,6 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def no_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights must not be loaded."""
     monkeypatch.setattr(models, "load", lambda *_: pytest.fail("a model was loaded"))
-
-
-@pytest.fixture
-def own_definitions(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of lm-eval's tasks only those of `task.include`: indexing its own thousands takes seconds."""
-    from lm_eval.tasks import TaskManager
-
-    monkeypatch.setattr(
-        any_lm_eval, "manager", lambda include: TaskManager(include_path=include, include_defaults=False)
-    )
 
 
 @pytest.fixture

@@ -432,7 +432,6 @@ TARGETS = [
 ]  # fmt: skip
 
 
-@pytest.mark.usefixtures("own_definitions")
 @cases(TARGETS)
 def test_a_row_of_lm_eval_without_a_target_is_refused(
     tmp_path: Path, command: Command, capsys: Capture, case: tuple[str, dict[str, Any]]

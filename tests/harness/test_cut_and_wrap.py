@@ -103,7 +103,7 @@ SENTENCE = "The old man walked over the hill and found a lamp near the river. "
 
 
 @pytest.fixture
-def call(command: Command, own_definitions: None, tmp_path: Path) -> Command:
+def call(command: Command, tmp_path: Path) -> Command:
     """On tasks of five documents, the second of which is too long for a model of 100 tokens."""
     folder = tmp_path / "definitions"
     folder.mkdir()

@@ -46,13 +46,8 @@ def oracle(monkeypatch: Patch) -> Any:
     return put
 
 
-# A third of them by default; lm-eval reads thousands of files to find a task by name
 @pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(n, marks=pytest.mark.rest) if i % 6 or n.startswith("task=lm_eval") else n
-        for i, n in enumerate(NAMES)
-    ],
+    "line", [pytest.param(name, marks=pytest.mark.rest) if i % 6 else name for i, name in enumerate(NAMES)]
 )
 def test_folder_names_stay(line: str) -> None:
     assert [one.name for one in planned(line).cells] == NAMES[line]

@@ -34,7 +34,7 @@ def few_definitions(monkeypatch: Patch) -> None:
     root = Path(lm_eval.tasks.__file__).parent
     folders = [str(root / name) for name in ("aime", "gpqa", "minerva_math")]
     found = lm_eval.tasks.TaskManager(include_path=folders, include_defaults=False)
-    monkeypatch.setattr(any_lm_eval, "manager", lambda include: found)
+    monkeypatch.setattr(any_lm_eval, "manager", lambda *_: found)
     for name in [name for name in sys.modules if name.startswith("lm_eval.tasks.minerva_math")]:
         monkeypatch.delitem(sys.modules, name)  # a test has its own folder of packages
 

@@ -88,7 +88,7 @@ ESCAPE = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
 
 
 @pytest.fixture
-def theirs(tmp_path: Path, own_definitions: None, monkeypatch: Patch) -> Any:
+def theirs(tmp_path: Path, monkeypatch: Patch) -> Any:
     """`theirs(more=..., metric=..., text=...)` writes a definition of a task into a folder."""
     from lm_eval import utils
 
