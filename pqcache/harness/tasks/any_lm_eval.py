@@ -73,8 +73,7 @@ class AnyLmEvalOptions:
 
 @cache
 def manager(include: str | None, name: str) -> TaskManager:
-    """lm-eval's index of tasks, where that is enough of the folders that define a task of this name: to parse all of its
-    thousands of definitions takes 20 seconds."""
+    """lm-eval's index of the folders that define a task of this name, or of all: its thousands of files take 20 seconds."""
     from lm_eval import tasks
 
     own = [] if include is None else [include]
