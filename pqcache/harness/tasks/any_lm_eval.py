@@ -25,13 +25,14 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
+import os
 import random
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pqcache.fields import Positive, Whole, added
 from pqcache.harness.tasks import definitions, math_process
@@ -71,17 +72,42 @@ class AnyLmEvalOptions:
         check_source(self.source, words=[HUB])
 
 
+class Definitions(NamedTuple):
+    """What the texts of lm-eval's definitions say of a name. Reading them takes a second, its own index of them 20."""
+
+    folders: list[str]  # that define a task of this name
+    anywhere: bool  # whether it stands in any of them, as the name of a group or a tag perhaps
+    names: list[str]  # that they begin with
+
+
 @cache
-def manager(include: str | None, name: str) -> TaskManager:
-    """lm-eval's index of the folders that define a task of this name, or of all: its thousands of files take 20 seconds."""
+def definitions_of(name: str) -> Definitions:
     from lm_eval import tasks
 
-    own = [] if include is None else [include]
-    defined = re.compile(rf"^task: *[\"']?{re.escape(name)}[\"']? *$", re.MULTILINE)
-    files = Path(tasks.__file__).parent.rglob("*.yaml")
-    folders = {str(file.parent) for file in files if defined.search(file.read_text(errors="ignore"))}
-    few = tasks.TaskManager(include_path=[*sorted(folders), *own], include_defaults=False)
-    return few if name in few.all_subtasks else tasks.TaskManager(include_path=own)
+    begins = re.compile(r"^(task|group|tag): *[\"']?([^\s\"'\[]+)", re.MULTILINE)
+    folders, names, anywhere = set(), set(), False
+    for folder, _, files in os.walk(Path(tasks.__file__).parent):
+        for file in files:
+            if file.endswith((".py", ".pyc", ".md")):
+                continue
+            text = Path(folder, file).read_text(errors="ignore")
+            found = begins.findall(text)
+            names.update(one for _, one in found)
+            anywhere |= name in text  # what several definitions include may have any ending
+            if file.endswith(".yaml") and ("task", name) in found:
+                folders.add(folder)
+    return Definitions(sorted(folders), anywhere, sorted(names))
+
+
+@cache
+def manager(include: str | None, name: str) -> TaskManager:
+    """lm-eval's index of the folders that define a task of this name; of all where it may be something else."""
+    from lm_eval import tasks
+
+    own, said = [] if include is None else [include], definitions_of(name)
+    few = tasks.TaskManager(include_path=[*said.folders, *own], include_defaults=False)
+    known = name in few.all_subtasks or (include is None and not said.anywhere)
+    return few if known else tasks.TaskManager(include_path=own)
 
 
 class AnyLmEval(Task[AnyLmEvalOptions]):
@@ -110,7 +136,8 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Refuse a name that lm-eval does not know. It has thousands, too many to list."""
         known = self._manager().task_index
         if self.target not in known:
-            hint = near(self.target, sorted(known)) or "; `lm-eval ls tasks` lists all names"
+            names = sorted({*known, *definitions_of(self.target).names})
+            hint = near(self.target, names) or "; `lm-eval ls tasks` lists all names"
             raise ValueError(f"task.name={self.target}: lm-eval has no such task{hint}")
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
