@@ -76,12 +76,19 @@ class RetrievalStore(Store):
         The local part is right-aligned: its last entry is each row's newest token. Default, for stores with `tile` and `take`:
         one concatenation if all rows have one length, else one gather.
         """
-        first, length, n = self.tile(0, sinks), self.lengths[0], len(self.lengths)
-        device, heads = first[0].device, 1 if indices is None else indices.shape[1]
+        first, length = self.tile(0, sinks), self.lengths[0]
+        heads = 1 if indices is None else indices.shape[1]
         if len(set(self.lengths)) == 1 and heads <= first[0].shape[1]:
             chosen = [] if indices is None else [self.take(indices)]
             k, v = (torch.cat(x, 2) for x in zip(first, *chosen, self.tile(length - local, length), strict=True))
             return k, v
+        return self.gather(sinks, indices, local, group, first[0].device)
+
+    def gather(
+        self, sinks: int, indices: torch.Tensor | None, local: int, group: int, device: torch.device
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `read`, by one `take` for all parts."""
+        n, heads = len(self.lengths), 1 if indices is None else indices.shape[1]
         newest = table(self.lengths, device)[:, None, None] - local + torch.arange(local, device=device)
         pieces = [torch.arange(sinks, device=device).expand(n, heads, -1), newest.expand(n, heads, -1)]
         if indices is not None:

@@ -181,6 +181,12 @@ class PackedStore(RetrievalStore):
     def lengths(self) -> list[int]:  # type: ignore[override]
         return self.k.lengths
 
+    def read(
+        self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See RetrievalStore; by one gather: a codec of several widths would decode each of them for each part."""
+        return self.gather(sinks, indices, local, group, self.k.device)
+
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:
         """Row r takes the last counts[r] (default all t) of k, v (n, h_kv, t, d), exact until `pack` runs."""
         counts = [k.shape[2]] * k.shape[0] if counts is None else counts
