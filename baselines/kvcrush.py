@@ -35,15 +35,8 @@ from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.scorer import Prompt, Scorer
 from pqcache.selective.shape import ModelShape
-from pqcache.store.quantizer import pack_codes, popcount
 
-ANCHORS = ("random", "mean", "alternate", "zeros", "ones", "inv_mean")
 RELEASE = {"n_sink": 32, "recent": 128, "w": 16}  # of the base, in the change proposed to vLLM
-
-
-def hamming(packed: torch.Tensor, anchor: torch.Tensor) -> torch.Tensor:
-    """Bits in which packed (m, bytes) differs from anchor (bytes,): (m,) int32."""
-    return popcount(packed ^ anchor).sum(-1, dtype=torch.int32)
 
 
 def top_mask(scores: torch.Tensor, k: int) -> torch.Tensor:
@@ -291,10 +284,9 @@ class KVCrush(ComposedMethod, EvictionMethod):
         return important.repeat_interleave(self.tokens, -1), others.repeat_interleave(self.tokens, -1)
 
     def distance(self, bits: torch.Tensor, layer_idx: int) -> torch.Tensor:
-        """Of each page's signature to the anchor, from the tokens' bits (h, m): (pages,) int32."""
+        """Hamming distance of each page's signature to the anchor, from the tokens' bits (h, m), bool: (pages,) int32."""
         signature = bits.T.reshape(-1, self.tokens * bits.shape[0])  # token after token, one bit per head
-        packed, anchor = (pack_codes(bits.byte(), 1) for bits in (signature, self.anchor_bits(signature, layer_idx)))
-        return hamming(packed, anchor)
+        return (signature ^ self.anchor_bits(signature, layer_idx)).sum(-1, dtype=torch.int32)
 
     def anchor_bits(self, signature: torch.Tensor, layer_idx: int) -> torch.Tensor:
         """The anchor (H,) bool of signatures (pages, H)."""

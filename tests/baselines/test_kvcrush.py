@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 
-from baselines.kvcrush import ANCHORS, KVCrush, kmeans_representatives, top_mask
+from baselines.kvcrush import KVCrush, kmeans_representatives, top_mask
+from pqcache.fields import hints_of, literals
 from pqcache.selective import Budget, Plan
 from tests.baselines.drive import choose, random_scores
 from tests.drawn import Pick, examples
 
+ANCHORS = literals(hints_of(KVCrush)["anchor"])
 H0, H1 = [8, 1, 7, 2, 6, 3, 5, 4], [1, 8, 2, 7, 3, 6, 4, 5]
 H2, H3 = [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 9, 9, 1, 1, 9, 9]
 TOY = torch.tensor([H0, H1, H2, H3], dtype=torch.float32)
