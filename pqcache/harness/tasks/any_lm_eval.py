@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import Positive, Whole, added
 from pqcache.harness.tasks import definitions, math_process
@@ -72,20 +72,18 @@ class AnyLmEvalOptions:
         check_source(self.source, words=[HUB])
 
 
-class Definitions(NamedTuple):
-    """What the texts of lm-eval's definitions say of a name. Reading them takes a second, its own index of them 20."""
-
-    folders: list[str]  # that define a task of this name
-    anywhere: bool  # whether it stands in any of them, as the name of a group or a tag perhaps
-    names: list[str]  # that they begin with
-
-
 @cache
-def definitions_of(name: str) -> Definitions:
+def mentions(name: str) -> tuple[set[str], set[str], bool]:
+    """Read the texts of lm-eval's definitions, which takes a second; its own index of them takes 20.
+
+    Returns the folders that define a task of this name, names of tasks, groups and tags, and whether this one stands anywhere.
+    """
     from lm_eval import tasks
 
+    folders: set[str] = set()
+    names: set[str] = set()
+    anywhere = False
     begins = re.compile(r"^(task|group|tag): *[\"']?([^\s\"'\[]+)", re.MULTILINE)
-    folders, names, anywhere = set(), set(), False
     for folder, _, files in os.walk(Path(tasks.__file__).parent):
         for file in files:
             if file.endswith((".py", ".pyc", ".md")):
@@ -96,7 +94,7 @@ def definitions_of(name: str) -> Definitions:
             anywhere |= name in text  # what several definitions include may have any ending
             if file.endswith(".yaml") and ("task", name) in found:
                 folders.add(folder)
-    return Definitions(sorted(folders), anywhere, sorted(names))
+    return folders, names, anywhere
 
 
 @cache
@@ -104,10 +102,10 @@ def manager(include: str | None, name: str) -> TaskManager:
     """lm-eval's index of the folders that define a task of this name; of all where it may be something else."""
     from lm_eval import tasks
 
-    own, said = [] if include is None else [include], definitions_of(name)
-    few = tasks.TaskManager(include_path=[*said.folders, *own], include_defaults=False)
-    known = name in few.all_subtasks or (include is None and not said.anywhere)
-    return few if known else tasks.TaskManager(include_path=own)
+    own, (folders, _, anywhere) = [] if include is None else [include], mentions(name)
+    few = tasks.TaskManager(include_path=[*sorted(folders), *own], include_defaults=False)
+    enough = name in few.all_subtasks or not (own or anywhere)
+    return few if enough else tasks.TaskManager(include_path=own)
 
 
 class AnyLmEval(Task[AnyLmEvalOptions]):
@@ -136,8 +134,9 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Refuse a name that lm-eval does not know. It has thousands, too many to list."""
         known = self._manager().task_index
         if self.target not in known:
-            names = sorted({*known, *definitions_of(self.target).names})
-            hint = near(self.target, names) or "; `lm-eval ls tasks` lists all names"
+            hint = (
+                near(self.target, sorted({*known, *mentions(self.target)[1]})) or "; `lm-eval ls tasks` lists all names"
+            )
             raise ValueError(f"task.name={self.target}: lm-eval has no such task{hint}")
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
