@@ -104,7 +104,7 @@ def test_a_line_that_cannot_be_is_used_nowhere(cell: Cell, capsys: Capture, case
     bad = line_of(LINES[case] if case in LINES else {**was, case: other(was.get(case))})
     (cell.folder / "samples.jsonl").write_bytes(good + bad)
     with SampleLog(cell.folder / "samples.jsonl", "c") as log:
-        assert [one["doc_id"] for one in log] == [0]
+        assert [one["doc_id"] for one in log._samples.values()] == [0]
     assert "1 lines are no samples (the first is line 2)" in capsys.readouterr().err
     (view,) = cell_views(cell.folder.parent)
     assert view.n_samples == 1

@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TYPE_CHECKING, Any, cast
 
 from filelock import FileLock, Timeout
 
@@ -30,7 +30,9 @@ from pqcache.harness.config.environment import Facts
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report.sample_lines import Key, Sample, SampleMarks, key_of, read_all
 from pqcache.outside import lines, open_regular, read_json, sealed
-from pqcache.selective import GenerationResult
+
+if TYPE_CHECKING:
+    from pqcache.selective import GenerationResult
 
 PROMPT_END = 300  # characters of a prompt that its line keeps
 DIFFERS = "differs_alone"  # in a sample's `extra`, with batch_check: 1 if the answer alone is another one
@@ -169,10 +171,6 @@ class SampleLog(ExitStack):
 
     def __len__(self) -> int:
         return len(self._samples)
-
-    def __iter__(self) -> Iterator[Sample]:
-        """The recorded samples, in the order of their lines."""
-        return iter(self._samples.values())
 
     def find(self, task: str, doc_id: int, mark: str, old_mark: str | None = None) -> Sample | None:
         """The recorded sample of a document; mark: its fingerprint.
