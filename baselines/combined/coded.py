@@ -30,7 +30,7 @@ from pqcache.selective.method import Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.quantization import QuantizationMethod, attend_everything
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.base import RetrievalStore
 from pqcache.store.resident import ResidentStore
@@ -171,12 +171,7 @@ class Coded(ComposedMethod):
             if self.chooser.refreshes and once_only:
                 once = {"budget_rule": "prompt", "budget_of": "prompt"}
                 self.chooser = self.make_part("policy_options", cls, {**common, **once})
-            self.require("policy_options", not self.chooser.is_dynamic, "an evictor that prunes once (mode: static)")
-            if self.protocol == "release" and self.chooser.repeats_kv:
-                raise NotApplicable(
-                    f"protocol=release: {self.name} has no codec for repeated K and V, as {self.policy} keeps them"
-                )
-            self.require("policy_options", not self.chooser.repeats_kv, "one choice per KV head (repeat_kv: false)")
+            self.must_keep_its_choice("policy_options", self.chooser, "has no codec for")
         cls = self.part_class("codec", codes)
         common = {"protocol": self.protocol}
         if not cls.ignores_budget:

@@ -24,7 +24,7 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.method import TOKEN_RULES, Method
 from pqcache.selective.parts import ComposedMethod
 from pqcache.selective.retrieval import RetrievalLayer, RetrievalMethod
-from pqcache.selective.shape import ModelShape, NotApplicable
+from pqcache.selective.shape import ModelShape
 from pqcache.store.resident import ResidentStore
 
 
@@ -134,12 +134,7 @@ class EvictRetrieve(ComposedMethod):
         cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))
         once = {"budget": share, "budget_rule": None, "budget_of": "prompt"}
         self.evictor = self.make_part("evict_options", cls, {**common, **once}, **cls.static_options)
-        self.require("evict_options", not self.evictor.is_dynamic, "an evictor that prunes once (mode: static)")
-        if self.protocol == "release" and self.evictor.repeats_kv:
-            raise NotApplicable(
-                f"protocol=release: {self.name} does not search repeated K and V, as {self.evict} keeps them"
-            )
-        self.require("evict_options", not self.evictor.repeats_kv, "one choice per KV head (repeat_kv: false)")
+        self.must_keep_its_choice("evict_options", self.evictor, "does not search")
         cls = self.part_class("retrieve", retrieves)
         self.retriever = self.make_part("retrieve_options", cls, common)
 

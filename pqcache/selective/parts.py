@@ -60,6 +60,15 @@ class ComposedMethod(Method):
 
     # -- shared -----------------------------------------------------------------------------------------------------
 
+    def must_keep_its_choice(self, option: str, evictor: Any, cannot: str) -> None:
+        """Refuse an evictor that evicts at every step, or keeps K and V per query head; `option` is its hyper-parameter."""
+        self.require(option, not evictor.is_dynamic, "an evictor that prunes once (mode: static)")
+        if self.protocol == "release" and evictor.repeats_kv:
+            raise NotApplicable(
+                f"protocol=release: {self.name} {cannot} repeated K and V, as {evictor.name} keeps them"
+            )
+        self.require(option, not evictor.repeats_kv, "one choice per KV head (repeat_kv: false)")
+
     def part_class(self, option: str, fits: Callable[[type[Any]], bool]) -> type[Any]:
         """The class of the method that hyper-parameter `option` names.
 
