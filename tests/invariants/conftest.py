@@ -35,15 +35,22 @@ def build(architecture: str) -> PreTrainedModel:
 
 # in `make test` over every n-th method; the others over every fourth
 EVERY = {"test_noop_equals_dense": 2, "test_every_tensor_a_cache_holds_is_counted": 2}
+# on two architectures: where what a model computes and what a method does with it meet
+TWICE = (
+    "test_noop_equals_dense",
+    "test_generate_with_left_padding_and_beams_equals_stock",
+    "test_chunked_prefill_equals_one_block",
+    "test_padded_rows_equal_single_rows",
+    "test_reordered_rows_equal_rows_alone",
+)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """A test of `model` and `case` runs over the pairs of cases.py: an architecture per case.
 
     By default it takes the first setting of every fourth method, or as EVERY says, and every fifth one of the further
-    settings; other tests take the others. The rest has those that are left out, and every second first setting on
-    another architecture. What a cache refuses, and how rows are fed together, depends on the method, not on the architecture:
-    one is enough there.
+    settings; other tests take the others. The rest has those that are left out and, of TWICE, every second first setting on
+    another architecture.
     """
     if "case" not in metafunc.fixturenames:
         return
@@ -53,7 +60,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     test = metafunc.definition.name
     number = zlib.crc32(test.encode()) // 16
     first = [pair for pair in pairs(test, shift=4) if not pair[0].number]
-    again = [] if metafunc.module.__name__.endswith(("test_refusals", "test_batch")) else first[number % 2 :: 2]
+    again = first[number % 2 :: 2] if test in TWICE else []
     firsts, others = ([case for case in CASES if bool(case.number) == more] for more in (False, True))
     every = EVERY.get(test, 4)
     usual = [*firsts[number % every :: every], *others[number % 5 :: 5]]

@@ -52,7 +52,8 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
 @pytest.mark.parametrize("prompt", [SHORT, pytest.param(LONG, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("usual", thin(USUAL, 6), ids=lambda case: case.id)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
-    check(llama, usual, prompt, 90)  # a short prompt reaches the budget on the way; two refreshes follow
+    # a short prompt reaches the budget on the way and two refreshes follow, one after a long prompt
+    check(llama, usual, prompt, 90 if prompt == SHORT else 40)
 
 
 @pytest.mark.slow
@@ -98,17 +99,17 @@ def test_rows_of_a_batch_keep_their_own_budgets(llama: PreTrainedModel, usual: C
         method = usual.make(budget=Budget(tokens=B))
     except NotApplicable:
         pytest.skip("takes a share of the codes' bits only")
-    rows, fed = [tokens(70, 3), tokens(50, 4)], tokens(24, 5)
+    rows, fed = [tokens(70, 3), tokens(56, 4)], tokens(14, 5)
     with torch.no_grad(), attach(llama):
         session = Session(llama, SelectiveCache(llama, method), rows)
         got = []
         for step, token in enumerate(fed):
-            if step == 8:
+            if step == 4:
                 session.reorder([1, 0])
             got.append(session.step([token] * 2))
     for slot, row in ((0, rows[1]), (1, rows[0])):
         alone = logits(llama, method, [row], [[token] for token in fed])[:, 1:]
-        usual.close(torch.stack(got, 1)[slot : slot + 1, 8:], alone[:, 8:])
+        usual.close(torch.stack(got, 1)[slot : slot + 1, 4:], alone[:, 4:])
 
 
 def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel) -> None:

@@ -8,7 +8,7 @@ from pqcache.api import invariants
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
-from tests.invariants.cases import Case
+from tests.invariants.cases import CASES, KINDS, Case, each_kind
 
 STEPS = tokens(14, 20)  # more than the local window of most prompts here
 
@@ -28,17 +28,19 @@ def test_reordered_rows_equal_rows_alone(model: PreTrainedModel, case: Case) -> 
 
 
 @pytest.mark.rest
-def test_prompt_token_by_token_equals_one_block(model: PreTrainedModel, case: Case) -> None:
-    """A block of one token is prefill as long as the prompt has not ended."""
+@pytest.mark.parametrize("kind", [case for case in CASES if case.id in (*KINDS, "infllm-1")], ids=lambda case: case.id)
+def test_prompt_token_by_token_equals_one_block(llama: PreTrainedModel, kind: Case) -> None:
+    """A block of one token is prefill as long as the prompt has not ended. Of InfLLM, infllm-1 alone takes such blocks."""
     prompt, steps = [tokens(50, 22)], [[t] for t in STEPS[:4]]
-    whole = logits(model, case.make(), prompt, steps)
-    case.same_in_chunks(lambda: logits(model, case.make(), prompt, steps, chunk=1), whole)
+    whole = logits(llama, kind.make(), prompt, steps)
+    kind.same_in_chunks(lambda: logits(llama, kind.make(), prompt, steps, chunk=1), whole)
 
 
 @pytest.mark.rest
-def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:
-    with torch.no_grad(), attach(model):
-        session = Session(model, SelectiveCache(model, case.make()), [tokens(70, 60), tokens(70, 61)])
+@each_kind
+def test_repeat_and_select_rows(llama: PreTrainedModel, kind: Case) -> None:
+    with torch.no_grad(), attach(llama):
+        session = Session(llama, SelectiveCache(llama, kind.make()), [tokens(70, 60), tokens(70, 61)])
         session.cache.batch_repeat_interleave(2)
         session.mask = session.mask.repeat_interleave(2, 0)
         session.step([5] * 4)
@@ -46,7 +48,7 @@ def test_repeat_and_select_rows(model: PreTrainedModel, case: Case) -> None:
         session.mask = session.mask[[3, 0]]
         got = session.step([6, 6])
     for slot, seed in enumerate((61, 60)):
-        case.close(got[slot : slot + 1], logits(model, case.make(), [tokens(70, seed)], [[5], [6]])[:, -1])
+        kind.close(got[slot : slot + 1], logits(llama, kind.make(), [tokens(70, seed)], [[5], [6]])[:, -1])
 
 
 @pytest.mark.rest
@@ -82,9 +84,3 @@ def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
         for store in ("resident", "host")
     ]
     torch.testing.assert_close(*results)
-
-
-@pytest.mark.rest
-def test_dense_layers_stay_dense(model: PreTrainedModel, case: Case) -> None:
-    prompt, steps = [tokens(90, 1)], [[t] for t in STEPS[:8]]
-    case.close(logits(model, case.make(dense_layers=3), prompt, steps), logits(model, None, prompt, steps))

@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, DynamicCache, MistralConfig, PreTrainedModel
+from transformers import DynamicCache, MistralConfig, PreTrainedModel
 
 from baselines.full import Full
 from baselines.oracle import Oracle
-from pqcache.api.drive import Session, logits, pad_left, tokens
+from pqcache.api.drive import Session, logits, pad_left, small_model, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
 from tests.invariants.cases import SMALL, Case, each_kind
@@ -30,12 +30,13 @@ def test_attach_leaves_nothing_behind_and_serves_other_caches(llama: PreTrainedM
 
 @pytest.mark.rest
 @torch.no_grad()
-def test_a_failed_pass_is_noticed(model: PreTrainedModel, case: Case) -> None:
+@each_kind
+def test_a_failed_pass_is_noticed(llama: PreTrainedModel, kind: Case) -> None:
     """Layers before the failure have stored the token, the others have not: going on would be silently wrong."""
-    cache = SelectiveCache(model, case.make())
-    with attach(model):
-        session = Session(model, cache, [tokens(60, 1)])
-        failure = model.model.layers[1].register_forward_pre_hook(_fail)
+    cache = SelectiveCache(llama, kind.make())
+    with attach(llama):
+        session = Session(llama, cache, [tokens(60, 1)])
+        failure = llama.model.layers[1].register_forward_pre_hook(_fail)
         with pytest.raises(MemoryError):
             session.step([5])
         failure.remove()
@@ -44,11 +45,11 @@ def test_a_failed_pass_is_noticed(model: PreTrainedModel, case: Case) -> None:
         # other caches are not caught by what the failed pass left, and a new request is as good as any
         ids = torch.tensor([tokens(20, 2)])
         torch.testing.assert_close(
-            model(ids, past_key_values=DynamicCache(config=model.config)).logits, model(ids).logits
+            llama(ids, past_key_values=DynamicCache(config=llama.config)).logits, llama(ids).logits
         )
-    case.close(
-        logits(model, case.make(), [tokens(60, 1)], [[5]], cache=cache),
-        logits(model, case.make(), [tokens(60, 1)], [[5]]),
+    kind.close(
+        logits(llama, kind.make(), [tokens(60, 1)], [[5]], cache=cache),
+        logits(llama, kind.make(), [tokens(60, 1)], [[5]]),
     )
 
 
@@ -185,18 +186,18 @@ def test_union_of_query_heads_is_reported(llama: PreTrainedModel) -> None:
 
 @pytest.mark.rest
 @torch.no_grad()
-def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(case: Case) -> None:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(MistralConfig(**SMALL, sliding_window=64)).double().eval()
+@each_kind
+def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(kind: Case) -> None:
+    model = small_model(MistralConfig(**SMALL, sliding_window=64))
     ids = torch.tensor([tokens(50, 1)])
-    assert len(generate(model, case.make(), ids, max_new_tokens=14).token_ids) == 14
-    if not case.make().serves_windows:
+    assert len(generate(model, kind.make(), ids, max_new_tokens=14).token_ids) == 14
+    if not kind.make().serves_windows:
         with pytest.raises(NotApplicable, match="sliding window of 64.*method=full alone"):
-            generate(model, case.make(), ids, max_new_tokens=15)
+            generate(model, kind.make(), ids, max_new_tokens=15)
     stock = model.generate(
         ids, max_new_tokens=10, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(ids)
     )
-    assert generate(model, case.noop(), ids, max_new_tokens=10).token_ids == stock[0, 50:].tolist()
+    assert generate(model, kind.noop(), ids, max_new_tokens=10).token_ids == stock[0, 50:].tolist()
 
 
 @pytest.mark.parametrize(
