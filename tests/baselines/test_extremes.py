@@ -7,7 +7,6 @@ import torch
 
 from tests.baselines.coded_stores import METHODS, D
 from tests.baselines.common import OneLayer
-from tests.thin import thin
 
 H, H_KV = 4, 2
 LIMIT = torch.finfo(torch.float16).max
@@ -58,7 +57,7 @@ def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) ->
     return list(torch.stack(outs, 1))
 
 
-@pytest.mark.parametrize("name", thin(METHODS, 4))
+@pytest.mark.parametrize("name", METHODS)
 @pytest.mark.rest
 def test_quantizers(name: str) -> None:
     for seed, (queries, keys, dtype, lengths) in enumerate(CASES):
@@ -66,7 +65,7 @@ def test_quantizers(name: str) -> None:
         together = decoded(METHODS[name], parts, lengths)
         for r, s in enumerate(lengths):
             assert together[r].isfinite().all()
-            alone = decoded(METHODS[name], parts[r : r + 1], [s])[0]
-            if "largest" not in queries:  # there a rounding of a logit is more than any logit elsewhere
+            if len(lengths) > 1:
+                alone = decoded(METHODS[name], parts[r : r + 1], [s])[0]
                 rtol = 1e-4 if dtype == torch.float32 else 2e-2
                 torch.testing.assert_close(together[r].float(), alone.float(), rtol=rtol, atol=rtol)

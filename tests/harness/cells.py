@@ -1,5 +1,7 @@
 """What tests of whole runs share: the command as a fixture gives it, and the rows and states that lie on disk after."""
 
+import copy
+import functools
 import json
 import os
 from collections.abc import Callable, Sequence
@@ -11,8 +13,9 @@ from lm_eval.api.instance import Instance
 
 from pqcache.fields import option_fields
 from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.compose import Request, compose_all
 from pqcache.harness.config.options import ModelOptions, Refused
+from pqcache.harness.report.published import words
 from pqcache.harness.report.rows import Row, read_row
 
 REPO = Path(__file__).resolve().parents[2]
@@ -48,6 +51,20 @@ def ask(prompt: str, doc_id: int = 0, **settings: Any) -> Instance:
 def planned(words: str | Sequence[str], configs: Path = CONFIGS) -> RunPlan:
     """The checked plan of a command."""
     return make_plan(compose_all(words.split() if isinstance(words, str) else list(words), configs))
+
+
+@functools.cache
+def request(name: str) -> Request:
+    """An experiment's, composed once for all tests; composing is what takes time."""
+    return compose_all([*words(name), "out=/no/such/folder/out"], CONFIGS)
+
+
+def plan_of(name: str, out: Path | None = None, *, smoke: bool = False) -> RunPlan:
+    """The plan of an experiment at its own scale."""
+    requested = copy.deepcopy(request(name))
+    for one in requested.composed:
+        one.config |= {"out": str(out or "results/runs"), "smoke": smoke}
+    return make_plan(requested)
 
 
 def watch(patch: Patch, owner: Any, name: str, look: Callable[..., object]) -> None:

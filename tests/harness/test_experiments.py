@@ -1,42 +1,27 @@
 """Every experiment that repeats a table or figure composes, and its methods are made, without a model or data."""
 
-import copy
 import shlex
 from collections import Counter
-from functools import cache
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from pqcache.harness.config import compose
-from pqcache.harness.config.cells import RunPlan, make_plan
-from pqcache.harness.config.compose import EXPERIMENT, Request, compose_all
+from pqcache.harness.config.cells import RunPlan
+from pqcache.harness.config.compose import EXPERIMENT
 from pqcache.harness.config.experiments import experiments
 from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import printed_rows, table_entries
 from pqcache.harness.report.published import CONFIGS, words
 from pqcache.harness.report.published import experiments as repeating
-from tests.harness.cells import planned
+from tests.harness.cells import plan_of, planned
 from tests.thin import thin
 
 REPEATED = repeating()
 PAPERS = ("pqcache", "kvcrush", "clusterkv", "zipcache")
 KNOWN = {"paper", "item", "title", "guesses", "notes", "columns", "figure"}
 KNOWN |= {"layout", "names", "labels", "datasets", "best", "lower"}
-
-
-@cache
-def request(name: str) -> Request:
-    """Composed once for all tests; composing is what takes time."""
-    return compose_all([*words(name), "out=/no/such/folder/out"], CONFIGS)
-
-
-def plan_of(name: str, out: Path, *, smoke: bool = False) -> RunPlan:
-    requested = copy.deepcopy(request(name))
-    for one in requested.composed:
-        one.config |= {"out": str(out), "smoke": smoke}
-    return make_plan(requested)
 
 
 def starts_with_its_command_and_sweeps(name: str, plan: RunPlan) -> None:
@@ -52,7 +37,7 @@ def starts_with_its_command_and_sweeps(name: str, plan: RunPlan) -> None:
 @pytest.mark.rest
 @pytest.mark.parametrize("name", sorted({*repeating(every=True)} - {*REPEATED}))
 def test_experiments_that_repeat_no_paper_compose(name: str) -> None:
-    starts_with_its_command_and_sweeps(name, make_plan(request(name)))
+    starts_with_its_command_and_sweeps(name, plan_of(name))
 
 
 @pytest.mark.parametrize("name", thin(REPEATED, 45))

@@ -48,7 +48,7 @@ class Drawn:
             "task": {"length": row.get("prompt_tokens")},
         }
         run = SimpleNamespace(scale="machine")
-        place = {"names": [line], "labels": [line], "folder": self.folder / name, "ignores_budget": budget is None}
+        place = {"names": [line], "line": line, "folder": self.folder / name, "ignores_budget": budget is None}
         self.cells.append(SimpleNamespace(name=name, identity=identity, run=run, **place))
         common = {
             "n_samples": 4,
