@@ -30,7 +30,7 @@ from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import BufferCodec, Codec, ExactCodec
 from pqcache.store.layout import Codes
-from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Schedule
+from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
 from pqcache.store.quantizer import finite, pack_codes, unpack_codes
 
 SEEDS = {"rotation": 0, "sketch": 1}
@@ -131,8 +131,5 @@ class TurboQuant(QuantizationMethod):
         codecs: list[Codec] = [
             ExactCodec() if self.bits == 16 else TurboCodec(self.bits, s) for s in (self.sketch, False)
         ]
-        k, v = (PackedStream(codec, self.schedule()) for codec in codecs)
+        k, v = (PackedStream(codec, KeepNewest(self.residual)) for codec in codecs)
         return PackedStore(k, v)
-
-    def schedule(self) -> Schedule:
-        return KeepNewest(self.residual)

@@ -1,4 +1,4 @@
-"""Did you mean: the closest known name to one that was mistyped."""
+"""Words for people: the closest known name to one that was mistyped, bytes with their unit."""
 
 import difflib
 from collections.abc import Iterable
@@ -24,3 +24,12 @@ def suggestion(wrong: str, known: Iterable[str], prefix: str = "") -> str:
     known = list(known)
     close = closest(wrong, known)
     return f"did you mean {prefix}{close}?" if close is not None else f"known: {', '.join(known)}"
+
+
+def size(count: float, least: str = "bytes") -> str:
+    """Bytes with a binary unit; least: what a single byte's is called."""
+    for unit in (least, "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == least else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"

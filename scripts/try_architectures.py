@@ -22,11 +22,11 @@ from typing import Any
 import torch
 import transformers
 import yaml
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 import pqcache
 from pqcache import registry
-from pqcache.api.drive import SMALL
+from pqcache.api.drive import SMALL, small_model
 from pqcache.registry import method_class
 from pqcache.selective import Budget, NotApplicable
 from pqcache.selective.attach import check_config
@@ -53,7 +53,6 @@ KINDS = {
     "latent": "deepseek_v3",
     "states beside attention": "qwen3_next",
 }
-SCALE = 4.0  # of the weights that transformers draws
 SAME, OTHER = 1e-4, 1e-3  # logits that differ by less are equal; those of a method at work differ by more
 PROMPT, PADDING, NEW = 100, 20, 5  # tokens of the longer row, padding of the other, answer
 
@@ -114,7 +113,7 @@ def attempt(family: Family) -> Trial:
     if not family.small:
         trial.methods["full"] = "is not refused: it needs a small configuration"
         return trial
-    model = model_of(config)
+    model = small_model(config).float()
     stock = answer(model)
     text = config.get_text_config()
     if sliding_window(text):
@@ -125,19 +124,9 @@ def attempt(family: Family) -> Trial:
         trial.methods[name] = _under(model, name, options, stock)
     if sliding_window(text):
         text.sliding_window = PROMPT // 3
-        narrow = model_of(config)
+        narrow = small_model(config).float()
         trial.methods["full"] = _under(narrow, "full", {}, answer(narrow))
     return trial
-
-
-def model_of(config: PreTrainedConfig) -> PreTrainedModel:
-    """A model of random weights, always the same."""
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
-    for weight in model.parameters():
-        if weight.ndim > 1:  # else attention, and so what a method does, hardly matters
-            weight.data *= SCALE
-    return model
 
 
 def _under(model: PreTrainedModel, name: str, options: dict[str, Any], stock: torch.Tensor) -> str:

@@ -23,6 +23,7 @@ sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import documented, option_fields  # noqa: E402
+from pqcache.harness.config.files import outdated  # noqa: E402
 from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.lookup import options  # noqa: E402
 from pqcache.harness.report import any_table, fidelity, findings, trade_off  # noqa: E402
@@ -278,11 +279,6 @@ def pages() -> dict[Path, str]:
     }
 
 
-def outdated() -> list[Path]:
-    """The pages that differ from the code."""
-    return [path for path, text in pages().items() if not path.exists() or path.read_text(encoding="utf-8") != text]
-
-
 def write_picture() -> None:
     fidelity.draw(real(), REAL_PICTURE)
     rows = group_rows(ROWS)
@@ -295,7 +291,7 @@ def main() -> int:
     parser.add_argument("what", nargs="?", choices=("all", "pages", "picture", "check"), default="all")
     what = parser.parse_args().what
     if what == "check":
-        stale = outdated()
+        stale = outdated(pages())
         for path in stale:
             print(f"{path.relative_to(ROOT)}: differs from the code; make docs writes it")
         return int(bool(stale))

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from pqcache.naming import size
+
 
 @dataclass(frozen=True)
 class Report:
@@ -31,19 +33,11 @@ class Report:
         if self.attended_tokens is not None:
             most = self.prompt_tokens + self.new_tokens
             lines.append(f"attended: {self.attended_tokens:.0f} of up to {most:.0f} tokens per step")
-        tiers = ", ".join(f"{_size(count)} on {tier}" for tier, count in self.content_bytes.items() if count)
+        tiers = ", ".join(f"{size(count)} on {tier}" for tier, count in self.content_bytes.items() if count)
         share = sum(self.content_bytes.values()) / max(1, self.full_bytes)
-        lines.append(f"cache: {tiers}; {share:.2f} of all K and V ({_size(self.full_bytes)})")
+        lines.append(f"cache: {tiers}; {share:.2f} of all K and V ({size(self.full_bytes)})")
         if unused := sum(self.bytes.values()) - sum(self.content_bytes.values()):
-            lines[-1] += f"; {_size(unused)} more are room for new tokens"
+            lines[-1] += f"; {size(unused)} more are room for new tokens"
         if moved := {name: count for name, count in self.bytes_per_step.items() if count}:
-            lines.append("moved per step: " + ", ".join(f"{_size(n)} {name}" for name, n in moved.items()))
+            lines.append("moved per step: " + ", ".join(f"{size(n)} {name}" for name, n in moved.items()))
         return "\n".join(lines)
-
-
-def _size(count: float) -> str:
-    for unit in ("bytes", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

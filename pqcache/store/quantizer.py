@@ -25,17 +25,13 @@ class Quantized(NamedTuple):
     low: torch.Tensor
 
 
-def parameters(
-    x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1, valid: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def parameters(x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1) -> tuple[torch.Tensor, torch.Tensor]:
     """(step, low), fp16, of each slice of x along `dim` (kept as size 1): low = min, step = (max - min) / (2^bits - 1).
 
-    valid (bool, broadcastable to x) leaves entries out; a slice without any gets (0, 0). Values beyond fp16's range are clamped.
+    Values beyond fp16's range are clamped.
     """
-    low = high = x.float()
-    if valid is not None:
-        low, high = low.masked_fill(~valid, torch.inf), high.masked_fill(~valid, -torch.inf)
-    return from_range(low.amin(dim, keepdim=True), high.amax(dim, keepdim=True), bits)
+    x = x.float()
+    return from_range(x.amin(dim, keepdim=True), x.amax(dim, keepdim=True), bits)
 
 
 def from_range(low: torch.Tensor, high: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,14 +52,12 @@ def encode(x: torch.Tensor, step: torch.Tensor, low: torch.Tensor, bits: int) ->
     return codes.masked_fill_(flat, 0).to(torch.uint8)
 
 
-def quantize(
-    x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1, valid: torch.Tensor | None = None
-) -> Quantized:
+def quantize(x: torch.Tensor, bits: int, dim: int | tuple[int, ...] = -1) -> Quantized:
     """Quantize x with one (step, low) per slice along `dim`: codes in [0, 2^bits - 1], bits <= 8.
 
     The parameters are rounded to fp16 before the codes are computed, so that quantizer and dequantizer agree.
     """
-    step, low = parameters(x, bits, dim, valid)
+    step, low = parameters(x, bits, dim)
     return Quantized(encode(x, step, low, bits), step, low)
 
 

@@ -13,10 +13,10 @@ import torch
 
 from pqcache import kernels
 from pqcache.measure.machine import seconds
+from pqcache.measure.roofline import DROPPED_STEPS
 from pqcache.selective.attention import attend_one
 from pqcache.store.resident import ResidentStore
 from scripts.bench.layer import AttentionLayer
-from scripts.bench.rounds import DROPPED_STEPS
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, float], torch.Tensor]
 Rounds = dict[str, list[dict[str, Any]]]
@@ -71,11 +71,6 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def length_name(s: int) -> str:
-    """32768 -> 32k."""
-    return str(s) if s % 1024 else f"{s // 1024}k"
-
-
 def fastest(results: Rounds, dtype: torch.dtype) -> tuple[str, float]:
     """The peer with the smallest median among those of a dtype, and that median in seconds."""
     medians = {
@@ -108,11 +103,11 @@ def over_dense(own_ms: dict[str, float], results: Rounds, dtype: torch.dtype, s:
     bases = {"": fastest(results, dtype)}
     if dtype == torch.float32:
         bases["_bfloat16"] = fastest(results, torch.bfloat16)
-    fields = {}
+    fields, length = {}, str(s) if s % 1024 else f"{s // 1024}k"
     for end, (label, base) in bases.items():
         print(f"own / {label} ({1e3 * base:.3f} ms):")
         for method, own in own_ms.items():
-            key = f"{method.replace(' (', '_').removesuffix(')')}_{length_name(s)}{end}"
+            key = f"{method.replace(' (', '_').removesuffix(')')}_{length}{end}"
             fields[key] = round(own / (1e3 * base), 4)
             print(f"  {key:36} {fields[key]:8.3f}")
     return fields

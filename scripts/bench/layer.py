@@ -20,12 +20,12 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 
 from baselines.kvzip import ZipLayer
 from pqcache.measure.machine import seconds
+from pqcache.measure.roofline import DROPPED_STEPS
 from pqcache.selective import Method, SelectiveCache, attach
 from pqcache.selective.attach import attention_modules
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import synchronize
-from scripts.bench.rounds import DROPPED_STEPS
 
 # Queries at the end of the prompt that methods are shown before decode.
 WINDOW = 64

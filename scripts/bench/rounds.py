@@ -16,9 +16,6 @@ import torch
 
 from pqcache.measure.machine import seconds
 
-# Decode steps dropped at the start of a round, as everywhere in this project: they include warming up.
-DROPPED_STEPS = 2
-
 T = TypeVar("T")
 
 

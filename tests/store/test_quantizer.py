@@ -75,16 +75,3 @@ def test_edge_values(dtype: torch.dtype, granularity: str, bits: int) -> None:
     x[:, :, ::3] *= -1
     assert dequantize(quantize(cut(x.to(dtype)), bits, dim), dtype).isfinite().all()
     assert dequantize(quantize(cut(torch.full((1, 1, 4, 4), 1e38)), bits, dim), torch.float16).isfinite().all()
-
-
-@pytest.mark.parametrize("granularity", ["token", "channel"])
-def test_entries_left_out_do_not_count(granularity: str) -> None:
-    x, (_, dim) = draw(4), GRANULARITIES[granularity]
-    shape = (1, 1, 1, 8) if granularity == "token" else (1, 1, 12, 1)
-    valid = (torch.arange(max(shape)) < 5).view(shape)
-    wild = torch.where(valid, x, 1e4)
-    inner = x[..., :5] if granularity == "token" else x[:, :, :5]
-    masked, plain = quantize(wild, 4, dim, valid), quantize(inner, 4, dim)
-    assert torch.equal(masked.step, plain.step) and torch.equal(masked.low, plain.low)
-    none = quantize(wild, 4, dim, torch.zeros_like(valid))
-    assert not none.step.any() and not none.low.any() and not none.codes.any()

@@ -83,6 +83,11 @@ class Cell(Checked):
         return self.names or [self.identity["method"]["name"]]
 
     @property
+    def line(self) -> str:
+        """What a line of this cell is called: its labels."""
+        return ", ".join(self.labels)
+
+    @property
     def ignores_budget(self) -> bool:
         return bool(getattr(self.method, "ignores_budget", False))
 

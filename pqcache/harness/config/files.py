@@ -10,7 +10,7 @@ keeps the values it sets; its other options are listed behind a `#`. config.yaml
 
 import sys
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
@@ -63,9 +63,8 @@ def generated(configs: Path = CONFIGS) -> dict[Path, str]:
     return texts
 
 
-def outdated(configs: Path = CONFIGS) -> list[Path]:
-    """The files that differ from the code."""
-    texts = generated(configs)
+def outdated(texts: Mapping[Path, str]) -> list[Path]:
+    """The files that do not have these texts."""
     return [path for path, text in texts.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
 
 
@@ -119,7 +118,7 @@ def _entry(key: str, value: Any, comment: str | None, mark: str = "") -> str:
 
 def main(arguments: list[str]) -> int:
     texts = generated()
-    stale = outdated()
+    stale = outdated(texts)
     if "--check" in arguments:
         for path in stale:
             print(f"{path.relative_to(CONFIGS.parent)}: differs from the code; make configs writes it")

@@ -237,8 +237,7 @@ def text(plan: Plan) -> str:
 
 def _name(cell: Cell) -> str:
     """Model, the experiment's name of the cell or the method, and the budget."""
-    model, method = cell.identity["model"]["name"], cell.identity["method"]["name"]
-    return f"{model} {', '.join(cell.names) or method} {identity.budget_name(cell.identity)}"
+    return f"{cell.identity['model']['name']} {cell.line} {identity.budget_name(cell.identity)}"
 
 
 def _memory(need: Memory | None, device: str) -> str:

@@ -62,7 +62,7 @@ def compare(plan: RunPlan, item: Item) -> list[Comparison]:
             for cell in own:
                 value = cell.identity[key]["name"] if key in ("model", "method", "task") else key_of(cell, key)
                 ours += [value] if value not in ours else []
-            lines = tuple(dict.fromkeys(", ".join(cell.labels) for cell in own))
+            lines = tuple(dict.fromkeys(cell.line for cell in own))
             note = _note(plan, setting, key, printed)
             made.append(Comparison(key, lines, tuple(ours), printed, str(setting["source"]), note))
     return made

@@ -95,7 +95,7 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
         entry = Entry(
             experiment=plan.experiment or "",
             model=cell.identity["model"]["name"],
-            line=", ".join(cell.labels),
+            line=cell.line,
             method=cell.identity["method"]["name"],
             budget=None if cell.ignores_budget else cell.identity["budget"],
             setting=", ".join(f"{k.rpartition('.')[2]}={v}" for k in shown if (v := cell_label(cell, k))),

@@ -122,8 +122,3 @@ def key_of(cell: Cell, key: str) -> Any:
     for name in rest.split(".") if rest else ():
         value = value.get(name) if isinstance(value, dict) else None
     return value
-
-
-def cell_title(cell: Cell) -> str:
-    """The experiment's names of a cell, or its method."""
-    return ", ".join(cell.names) or cell.identity["method"]["name"]

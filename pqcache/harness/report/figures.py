@@ -36,7 +36,7 @@ import pandas as pd
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.report import plots, special_figures
 from pqcache.harness.report.entries import Entry
-from pqcache.harness.report.figure_request import FigureRequest, cell_title, key_of
+from pqcache.harness.report.figure_request import FigureRequest, key_of
 from pqcache.harness.report.frame import budget_text, frame
 from pqcache.harness.report.plots import NO_BUDGET, Panel
 from pqcache.harness.report.rows import Row
@@ -236,7 +236,7 @@ def _heat_maps(request: FigureRequest) -> Path | None:
     for cell, _ in request.measured:
         if (file := cell.folder / "heatmap.json").exists():
             budget = "" if cell.ignores_budget else f"{cell.identity['budget']:g}"
-            runs[_joined(cell_title(cell), budget)] = read_json(file)["samples"]
+            runs[_joined(cell.line, budget)] = read_json(file)["samples"]
     folders = dict.fromkeys(row["task_options"].get("haystack") for row in request.rows.values())
     text = ", ".join("constructed prose" if folder is None else str(folder) for folder in folders)
     return needle_maps(runs, request.path, f"{request.caption()} Haystack: {text}.")
@@ -244,14 +244,14 @@ def _heat_maps(request: FigureRequest) -> Path | None:
 
 def _turns(request: FigureRequest) -> Path | None:
     """The score by turn of every cell of task=turns."""
-    every = [(row, cell_title(cell), "" if cell.ignores_budget else budget_text(row)) for cell, row in request.measured]
+    every = [(row, cell.line, "" if cell.ignores_budget else budget_text(row)) for cell, row in request.measured]
     panel = by_turn("", frame(row for row, *_ in every).to_dict("records"), [_joined(*names) for _, *names in every])
     return plots.draw([panel], request.path, request.caption(), size=LARGE)
 
 
 def _curves(request: FigureRequest) -> Path | None:
     """perplexity.json of every cell, as task=pg19 writes it."""
-    files = {cell_title(cell): cell.folder / CURVES for cell, _ in request.measured}
+    files = {cell.line: cell.folder / CURVES for cell, _ in request.measured}
     runs = [{**read_json(file), "title": title} for title, file in files.items() if file.exists()]
     return draw_curves(runs, request.path, request.caption()) if runs else None
 

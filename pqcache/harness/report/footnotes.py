@@ -22,17 +22,17 @@ AS_ANOTHER = re.compile(r"^as (\w+)'s\b")  # "Deviations: as H2O's." continues t
 def footnotes(plan: RunPlan, rows: Mapping[str, Row]) -> dict[str, Sequence[str]]:
     """Title -> sentences: all that a reader must know of a table. rows: cell name -> row, of the cells that were measured."""
     cells = plan.cells
-    named = [(f"{_line(c)} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
+    named = [(f"{c.line} at {budget_text(rows[c.name])}", rows[c.name]) for c in cells if c.name in rows]
     protocols, formats = list[tuple[str, str]](), list[tuple[str, str]]()
     for cell in cells:
         own = cell.identity
         rule = f", budget_rule={own['budget_rule']}" if own["budget_rule"] != "prompt" else ""
         rule += ", budget_of=context" if own["budget_of"] != "prompt" else ""
         rule += f", {n} dense layers" if (n := own["dense_layers"]) else ""
-        protocols += [(f"{own['protocol']}{rule}", _line(cell))] if own["method"]["name"] != "full" else []
+        protocols += [(f"{own['protocol']}{rule}", cell.line)] if own["method"]["name"] != "full" else []
         asked = own["model"]["dtype"]
         planned = "the checkpoint's (dtype=auto)" if asked == "auto" else asked
-        formats.append((str(rows[cell.name]["kv_dtype"]) if cell.name in rows else f"{planned}, planned", _line(cell)))
+        formats.append((str(rows[cell.name]["kv_dtype"]) if cell.name in rows else f"{planned}, planned", cell.line))
     said = {key: plan.report.get(key) or [] for key in ("guesses", "notes")}
     guesses, differs = ([of] if isinstance(of, str) else list(map(str, of)) for of in said.values())
     notes: dict[str, Sequence[str]] = {
@@ -89,10 +89,6 @@ def deviations_of(cells: Iterable[Cell]) -> dict[str, list[str]]:
 # -- how the cells were run --------------------------------------------------------------------------------------------
 
 
-def _line(cell: Cell) -> str:
-    return ", ".join(cell.labels)
-
-
 def _grouped(pairs: Iterable[tuple[str, str]]) -> list[str]:
     """`value: line, line` for each value; `value: all lines` if there is one value."""
     lines: dict[str, dict[str, None]] = {}
@@ -123,9 +119,9 @@ def _prompt(cell: Cell, row: Row | None) -> str:
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
     """How many samples each line has, and the cells that are missing, with the reason."""
-    measured = [(rows[cell.name], _line(cell)) for cell in cells if cell.name in rows]
+    measured = [(rows[cell.name], cell.line) for cell in cells if cell.name in rows]
     counts = [(f"{row['n_samples']} samples{skipped_text(row)}", line) for row, line in measured]
-    states = [(*status(cell), _line(cell)) for cell in cells if cell.name not in rows]
+    states = [(*status(cell), cell.line) for cell in cells if cell.name not in rows]
     left_out: dict[str, dict[str, None]] = {}
     for state, reason, line in states:
         if state != "missing":

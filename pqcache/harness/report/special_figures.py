@@ -29,7 +29,7 @@ import torch
 from pqcache.diagnostics.summary import PROMPT_SUFFIX, arrays_of
 from pqcache.harness.report import plots
 from pqcache.harness.report.entries import seconds
-from pqcache.harness.report.figure_request import FigureRequest, cell_title
+from pqcache.harness.report.figure_request import FigureRequest
 from pqcache.harness.report.plots import Panel
 from pqcache.harness.report.rows import Row
 from pqcache.measure.geometries import geometry
@@ -206,7 +206,7 @@ def _throughput(request: FigureRequest) -> Path | None:
     table = plots.frame(
         [
             {
-                "line": cell_title(cell), "method": row["method"], "length": row["prompt_tokens"], "x": row["extra"]["batch"],
+                "line": cell.line, "method": row["method"], "length": row["prompt_tokens"], "x": row["extra"]["batch"],
                 "y": row["extra"]["tokens_per_s"], "peak": row["peak_bytes"].get("device", 0.0),
             }
             for cell, row in request.measured
@@ -296,7 +296,7 @@ def _rounds(request: FigureRequest) -> Path | None:
             once.setdefault(("offloading: its K and V to the host", x), []).append(1e3 * offload)
         work = row["extra"].get("index_work_s")
         y = None if work is None else 1e3 * work / layers
-        points.append({"line": f"clustering, {cell_title(cell)}", "x": x, "y": y})
+        points.append({"line": f"clustering, {cell.line}", "x": x, "y": y})
     points += [{"line": line, "x": x, "y": median_high(values)} for (line, x), values in once.items()]
     title = "one layer's computation, offloading and clustering"
     panel = Panel(title, plots.frame(points), PROMPT, "ms per layer", limits=(0, None))
@@ -310,7 +310,7 @@ def _phases(request: FigureRequest) -> Path | None:
     """
     points: list[dict[str, Any]] = []
     for cell, row in request.measured:
-        title = cell_title(cell)
+        title = cell.line
         letter, _, rest = title.partition(" ")
         part, line = (f"({letter}) ", rest) if len(letter) == 1 and rest else ("", title)
         prefill, index, decode = (seconds(row, phase) for phase in ("prefill", "index", "decode"))

@@ -49,15 +49,6 @@ def p_value(value: float | None) -> str:
     return MISSING if value is None else "<0.001" if value < 0.001 else f"{value:.3f}"
 
 
-def size(value: float) -> str:
-    """Bytes with a binary unit."""
-    for unit in ("B", "KiB", "MiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.2f} GiB"
-
-
 def several(values: Iterable[Any]) -> str:
     """The distinct values, joined: 16, or 2-16 of numbers; "a / b" of texts."""
     known = list(dict.fromkeys(value for value in values if value is not None and value != ""))

@@ -10,8 +10,9 @@ from pqcache.harness.config.options import masked
 from pqcache.harness.report.any_table import MEASURES, Record
 from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
 from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, decode_of, find_full, skipped_text
-from pqcache.harness.report.table import MISSING, Table, number, several, signed, size, spread
+from pqcache.harness.report.table import MISSING, Table, number, several, signed, spread
 from pqcache.harness.tasks import task_class
+from pqcache.naming import size
 from pqcache.registry import method_class
 
 QUALITY, COST = (
@@ -305,7 +306,7 @@ def _to_full(row: Row) -> str:
 
 def _tiers(sizes: Mapping[str, float]) -> str:
     """Bytes by tier, empty tiers left out."""
-    return ", ".join(f"{name} {size(value)}" for name, value in sizes.items() if value)
+    return ", ".join(f"{name} {size(value, 'B')}" for name, value in sizes.items() if value)
 
 
 def _tokens(row: Row, mark: str) -> str:

@@ -105,10 +105,6 @@ class HarnessLM(LM):
         self.used: dict[tuple, Sample] = {}  # (task, document[, request or draw]) -> the samples of this evaluation
         self.prompts: dict[tuple, PromptFacts] = {}  # (task, document[, request]) -> the prompts
 
-    @property
-    def tokenizer_name(self) -> str:
-        return self.loaded.name
-
     # -- lm-eval's interface -------------------------------------------------------------------------------------------
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:

@@ -6,7 +6,7 @@ import atexit
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import TYPE_CHECKING, Any
@@ -244,11 +244,8 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
     if name == "random":
         from pqcache.measure.roofline import random_model
 
-        dtype = getattr(torch, random_dtype(options))
-        model = random_model(options["geometry"], options["layers"], dtype, device)
-        nothing: Any = None  # task=latency needs no tokenizer
-        limit = longest(model.config.get_text_config(decoder=True), options)
-        return LoadedModel(name, model, nothing, False, None, limit, f"random {options['geometry']}")
+        model = random_model(options["geometry"], options["layers"], getattr(torch, random_dtype(options)), device)
+        return replace(text_side(name, options), model=model)
     if name in WEIGHTS:
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
         return _loaded(name, options, load_model(dtype=dtype, device=device, name=name), load_tokenizer())
@@ -332,6 +329,7 @@ def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
     config = load_config(name, options)
     limit = longest(config.get_text_config(decoder=True), options)
     if name == "random":
+        # task=latency needs no tokenizer
         return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
     tokenizer = load_tokenizer() if name in WEIGHTS else _tokenizer(options)
     return _loaded(name, options, nothing, tokenizer, config)

@@ -105,7 +105,8 @@ class Sharing:
         """The recorded prompts; None where they do not fit, or cannot be recorded."""
         try:
             if lm.batch == 1:
-                return self._prompt(lm, requests[0])
+                prepared = lm.reader.read(requests[0])
+                return self._recorded(lm, prepared.ids[: len(prepared.ids) - prepared.known.question])
             return self._batch(lm, batches.rows_of(lm, batches.read(lm, [(request, 0) for request in requests])))
         except Exception as error:  # of the prompt, not of this cell: out of memory, perhaps
             self._failed(requests, "cannot be recorded", error)
@@ -160,11 +161,6 @@ class Sharing:
         """How many cells may hold a cache of so many tokens at a time, each as large as two dense ones."""
         each = 2 * kept_bytes(lm.loaded.model.config, tokens, lm.loaded.dtype)
         return max(1, min(MOST_AT_ONCE, int(SHARE_OF_FREE * free_bytes(home(lm.loaded.model)) / each)))
-
-    def _prompt(self, lm: HarnessLM, request: Instance) -> Prefill | None:
-        """The dense prefill of a request's prompt; None where it does not fit."""
-        prepared = lm.reader.read(request)
-        return self._recorded(lm, prepared.ids[: len(prepared.ids) - prepared.known.question])
 
     def _recorded(self, lm: HarnessLM, body: Sequence[int]) -> Prefill | None:
         """The dense prefill of these tokens; None where it does not fit."""
