@@ -184,7 +184,7 @@ class PackedStore(RetrievalStore):
     def read(
         self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See RetrievalStore; by one gather: a codec of several widths would decode each of them for each part."""
+        """As RetrievalStore.read, in one gather. Part by part, a codec with tokens of two widths would decode both each time."""
         return self.gather(sinks, indices, local, group, self.k.device)
 
     def append(self, k: torch.Tensor, v: torch.Tensor, counts: Sequence[int] | None = None) -> None:

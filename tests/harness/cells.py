@@ -55,7 +55,7 @@ def planned(words: str | Sequence[str], configs: Path = CONFIGS) -> RunPlan:
 
 @functools.cache
 def request(name: str) -> Request:
-    """An experiment's, composed once for all tests; composing is what takes time."""
+    """An experiment as it is composed, once for all tests: composing is what takes time."""
     return compose_all([*words(name), "out=/no/such/folder/out"], CONFIGS)
 
 

@@ -35,7 +35,7 @@ def build(architecture: str) -> PreTrainedModel:
 
 # in `make test` over every n-th method; the others over every fourth
 EVERY = {"test_noop_equals_dense": 2, "test_every_tensor_a_cache_holds_is_counted": 2}
-# on two architectures: where what a model computes and what a method does with it meet
+# tried on a second architecture, too: these depend on what the model computes as much as on the method
 TWICE = (
     "test_noop_equals_dense",
     "test_generate_with_left_padding_and_beams_equals_stock",

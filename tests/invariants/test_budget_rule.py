@@ -52,7 +52,7 @@ def check(model: PreTrainedModel, case: Case, prompt: int, steps: int) -> None:
 @pytest.mark.parametrize("prompt", [SHORT, pytest.param(LONG, marks=pytest.mark.rest)])
 @pytest.mark.parametrize("usual", thin(USUAL, 6), ids=lambda case: case.id)
 def test_the_rule_holds_at_every_step(llama: PreTrainedModel, usual: Case, prompt: int) -> None:
-    # a short prompt reaches the budget on the way and two refreshes follow, one after a long prompt
+    # A short prompt reaches the budget on the way, and two refreshes follow. After a long prompt there is one.
     check(llama, usual, prompt, 90 if prompt == SHORT else 40)
 
 
