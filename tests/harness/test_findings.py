@@ -11,6 +11,7 @@ import pytest
 
 from pqcache.harness.report import findings, published
 from pqcache.harness.report.findings import FAILS, HOLDS, MISSING, OPEN, Claim, Experiment
+from pqcache.harness.tasks.fidelity import METRICS
 from pqcache.registry import method_class
 from tests.harness.made_rows import make_rows, plan
 
@@ -101,6 +102,7 @@ def test_the_claims_name_what_exists() -> None:
     assert len({one.id for one in claims}) == len(claims) > 20
     for one in claims:
         assert bool(one.pairs) == bool(one.tests) == (not one.not_measured), one.id
+        assert {test.metric for test in one.tests} <= {"score", "recall", "book_perplexity", *METRICS}, one.id
         assert {float(n) for n in re.findall(r"\d+\.\d+", one.published)} <= printed, one.id
         for side in (side for pair in one.pairs for side in pair):
             named = {"method": side} if isinstance(side, str) else dict(side)

@@ -23,7 +23,7 @@ from pqcache.registry import method_class
 
 FILE = published.FOLDER / "claims.yaml"
 HOLDS, FAILS, OPEN, MISSING = WORDS = ("holds", "does not hold", "cannot be told", "not measured yet")
-LOWER = ("kl", "perplexity", "book_perplexity")  # metrics of which less is better
+LOWER = ("kl", "loss", "book_perplexity")  # metrics of which less is better
 COUNTED = {"recall": "layers", "book_perplexity": "positions"}  # what a line's differences are of; else prompts
 LEAST = 10.0  # points below which a model fails the task, so that to score as much says nothing
 CHANCE = 1 - score_statistics.CONFIDENCE
@@ -131,7 +131,7 @@ def compared(pair: Pair, margin: float | None, test: Experiment, rows: Sequence[
         verdict = f"{OPEN}: {failed} answers are no numbers"
     elif margin is not None and metric == "score" and right < LEAST:
         verdict = f"{OPEN}: the model fails the task"
-    digits = {"score": 1, "recall": 1, "kl": 4}.get(metric, 3)
+    digits = {"score": 1, "recall": 1, "kl": 4, "loss": 4}.get(metric, 3)
     gap = f"{signed(left - right, digits)} {spread(left - right, interval, lambda end: signed(end, digits))}"
     count = f"{len(flat)} {COUNTED.get(metric, 'prompts')}"
     return [*line, number(left, digits), number(right, digits), gap, count, verdict]
