@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,7 @@ from typing import Any
 
 import yaml
 from jinja2 import Environment
+from jinja2.utils import htmlsafe_json_dumps
 
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import CONFIG, make_plan, read_config, read_status
@@ -57,11 +57,12 @@ def write(root: Path, out: Path, name: str) -> Path:
         if row is not None:
             title = f"{row['method']} {budget_text(row)} {row['task']} seed {row['seed']} {_changed(view)}".strip()
         data["cells"].append({"id": view.name, "title": title, "samples": view.samples, "of": view.n_samples})
+    harmless = each(finite(data), lambda one: printable(masked(one)) if isinstance(one, str) else one, str)
     deviating = dict.fromkeys(row["method"] for row in rows if row["method"] in METHODS)
     text = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         name=name,
         library=_library(),
-        data=as_script(data),
+        data=htmlsafe_json_dumps(harmless, ensure_ascii=False, allow_nan=False),  # no text ends the script element
         views=views,
         bad=[view for view in views if not view.ended_well],
         skipped=[view for view in views if view.status == "not applicable"],
@@ -74,15 +75,6 @@ def write(root: Path, out: Path, name: str) -> Path:
     )
     write_text(path, text)
     return path
-
-
-def as_script(value: Any) -> str:
-    """JSON that can stand inside a script element: no text in it ends the element, hides another, or is a secret."""
-    harmless = each(finite(value), lambda one: printable(masked(one)) if isinstance(one, str) else one, str)
-    text = json.dumps(harmless, ensure_ascii=False, allow_nan=False)
-    for mark in "<>&\u2028\u2029":
-        text = text.replace(mark, f"\\u{ord(mark):04x}")
-    return text
 
 
 def _library() -> str:
