@@ -64,6 +64,12 @@ def test_a_page_says_what_the_rows_say(tmp_path: Path, rows: list[dict[str, Any]
     assert "**h2o better than pqcache: does not hold**" in made
     assert "**pqcache better than snapkv: cannot be told**" in made
     assert "| does not hold | 1 holds, 1 does not hold, 1 cannot be told |" in made
+    assert "- Full" not in made
+    for row in rows:
+        row["extra"]["at_limit"] = 3
+    (tmp_path / "some" / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    made = findings.page(tmp_path, [claim(("pqcache", "h2o"))])
+    assert "- Full: 60.0 (3 of 10 answers end at the task's limit of tokens)" in made
 
 
 def test_close_to_another(rows: list[dict[str, Any]]) -> None:

@@ -34,6 +34,7 @@ def made(plan: RunPlan, methods: dict[str, float]) -> dict[str, results.Row]:
         samples = [sample(i, task=task) for task in values for i in range(4)]
         cell.folder.mkdir(parents=True)
         row = build_row(cell, values, samples, prompt_protocol={}, kv_dtype="float32")
+        row["extra"]["at_limit"] = 2
         results.write_row(cell.folder / "row.json", row)
     return papers.rows_of(plan)
 
@@ -77,6 +78,7 @@ def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> 
     tex = files[1].read_text()
     assert "\\toprule" in tex and "H2O(C)" in tex
     assert "Deviations of pqcache" in text and "*Samples:*" in text
+    assert "2 of 8 answers end at the task's limit of tokens: full\n" in text
     with open(files[2]) as file:
         lines = list(csv.DictReader(file))
     assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()

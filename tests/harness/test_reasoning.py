@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from pqcache.harness.report.tables import row_text
 from pqcache.harness.run import adapter, answers, models
 from pqcache.harness.tasks import any_lm_eval, task_of
 from pqcache.harness.tasks.math_process import packages
@@ -107,6 +108,12 @@ def test_mathematics(name: str, command: Command, rows: Path, tmp_path: Path, sa
     (file,) = (rows / name).iterdir()
     assert row["data"]["source"] == str(rows / name) and list(row["data"]["sha256"]) == [file.name]
     assert lines[0]["response"] == "That is \\boxed{204}. "  # cut where the definition says
+    assert row["extra"]["at_limit"] == 0 and "limit" not in row_text(row, None)
+    typed[3] = f"task.answer_tokens={lines[1]['new_tokens'] + 1}"
+    assert command(*typed, out=tmp_path / "short") == 0
+    row, lines = answered(tmp_path / "short")
+    assert row["extra"]["at_limit"] == 1 and lines[0]["new_tokens"] == lines[1]["new_tokens"] + 1
+    assert "generated (1 of 2 answers end at the task's limit of tokens)" in row_text(row, None)
 
 
 def test_choices_have_one_order(rows: Path) -> None:

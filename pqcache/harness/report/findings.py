@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.frame import ignores_budget, natural
-from pqcache.harness.report.rows import Row, rows_under
+from pqcache.harness.report.rows import Row, cut_text, rows_under
 from pqcache.harness.report.score_statistics import Scores
 from pqcache.harness.report.table import EMPTY, Table, number, signed, spread
 from pqcache.outside import read_yaml
@@ -184,6 +184,9 @@ def page(folder: Path, entries: Sequence[Claim] | None = None) -> str:
     details: list[str] = []
     for claim in entries:
         facts = {"Published": claim.published, "Read as": claim.reading, "Note": claim.note}
+        scored = {test.entry for test in claim.tests if test.metric == "score"}
+        full = [row for entry in sorted(scored) for row in rows[entry] if row["method"] == "full"]
+        facts["Full"] = "; ".join(f"{number(row['score'])} ({said})" for row in full if (said := cut_text(row)))
         facts["Not measured"] = claim.not_measured
         details += [f"## {claim.id}", f"{claim.paper}, {claim.place}. {claim.claim}"]
         details += ["\n".join(f"- {name}: {text}" for name, text in facts.items() if text)]

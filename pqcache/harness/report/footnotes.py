@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.report.entries import status
 from pqcache.harness.report.frame import budget_notes, budget_text
-from pqcache.harness.report.rows import Row, skipped_text
+from pqcache.harness.report.rows import Row, cut_text, skipped_text
 from pqcache.registry import METHODS, method_class
 
 LIST = re.compile(r"^Deviations\b[^:\n]*:(.*)\n?((?:(?:- |  ).*(?:\n|$))*)", re.MULTILINE)
@@ -118,14 +118,15 @@ def _prompt(cell: Cell, row: Row | None) -> str:
 
 
 def _samples(cells: Iterable[Cell], rows: Mapping[str, Row]) -> list[str]:
-    """How many samples each line has, and the cells that are missing, with the reason."""
+    """How many samples each line has, how many of Full's answers are cut, and the cells that are missing, with the reason."""
     measured = [(rows[cell.name], cell.line) for cell in cells if cell.name in rows]
     counts = [(f"{row['n_samples']} samples{skipped_text(row)}", line) for row, line in measured]
+    cut = [f"{said}: {line}" for row, line in measured if row["method"] == "full" and (said := cut_text(row))]
     states = [(*status(cell), cell.line) for cell in cells if cell.name not in rows]
     left_out: dict[str, dict[str, None]] = {}
     for state, reason, line in states:
         if state != "missing":
             left_out.setdefault(f"{state} ({reason})", {})[line] = None
-    lines = [*_grouped(counts), *(f"{why}: {', '.join(names)}" for why, names in left_out.items())]
+    lines = [*_grouped(counts), *cut, *(f"{why}: {', '.join(names)}" for why, names in left_out.items())]
     missing = sum(state == "missing" for state, *_ in states)
     return [*lines, *([f"{missing} cells not measured yet"] if missing else [])]

@@ -170,7 +170,8 @@ class Row(TypedDict):
     # Where a model has sliding windows, or states of linear attention and the like, beside what the method serves: served_layers
     # of model_layers, by number in served_layer_numbers, and other_layers_bytes; all other bytes and tokens are of those served.
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
-    # whose answer differs. softmax: what computes a model with soft-capped scores or attention sinks; absent for other models
+    # whose answer differs. Of answers that are written freely: at_limit, how many have all the tokens that their task allows,
+    # most of them cut there. softmax: what computes a model with soft-capped scores or attention sinks; absent for other models
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
@@ -394,6 +395,12 @@ def skipped_text(row: Row) -> str:
     """What stands behind a number of samples: how many documents were too long; empty if none was."""
     skipped = row.get("n_skipped", 0)  # rows that tests and older versions made lack it
     return f" ({skipped} more too long, left out)" if skipped else ""
+
+
+def cut_text(row: Row) -> str:
+    """How many answers end at their task's limit; empty where none does, or where older rows do not know."""
+    answers = row["n_samples"] * int(row["decode"]["samples"])
+    return f"{n} of {answers} answers end at the task's limit of tokens" if (n := row["extra"].get("at_limit")) else ""
 
 
 def rows_by_folder(folder: Path) -> dict[Path, Row]:

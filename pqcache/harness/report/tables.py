@@ -9,7 +9,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report.any_table import MEASURES, Record
 from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
-from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, decode_of, find_full, skipped_text
+from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, cut_text, decode_of, find_full, skipped_text
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, spread
 from pqcache.harness.tasks import task_class
 from pqcache.naming import size
@@ -316,6 +316,7 @@ def _tokens(row: Row, mark: str) -> str:
     """
     attended, everywhere = row["attended_tokens"], row["attended_tokens_all_layers"]
     prompt = f"{number(row['prompt_tokens'], 0)} prompt tokens, {number(row['generated_tokens'])} generated"
+    prompt += f" ({said})" if (said := cut_text(row)) else ""
     if attended is None:
         batch = row["extra"].get("batch", 1)
         return f"{prompt}, " + ("no decode step" if batch == 1 else f"attended tokens are not measured (batch {batch})")

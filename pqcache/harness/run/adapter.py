@@ -103,6 +103,7 @@ class HarnessLM(LM):
         # a smoke run needs no warm-up: its times mean nothing; samples of batches have none
         self.warm = run.smoke or run.batch > 1
         self.used: dict[tuple, Sample] = {}  # (task, document[, request or draw]) -> the samples of this evaluation
+        self.at_limit: dict[tuple, bool] = {}  # the same of answers: whether one has all tokens that its task allows
         self.prompts: dict[tuple, PromptFacts] = {}  # (task, document[, request]) -> the prompts
 
     # -- lm-eval's interface -------------------------------------------------------------------------------------------
@@ -113,7 +114,10 @@ class HarnessLM(LM):
         for request in requests:
             prepared, sample = self.answer(request, draw=self.draw)
             task, doc_id = prepared.task, prepared.doc_id
-            self.used[(task, doc_id, self.draw) if len(self.draws) > 1 else (task, doc_id)] = sample
+            key = (task, doc_id, self.draw) if len(self.draws) > 1 else (task, doc_id)
+            self.used[key] = sample
+            if not prepared.beside_full and not prepared.known.turns:
+                self.at_limit[key] = sample["new_tokens"] >= prepared.new_tokens
             self.prompts[task, doc_id] = prepared.known
             found.append(self._scored_part(sample["response"]))
         return found

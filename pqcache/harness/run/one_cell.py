@@ -142,6 +142,7 @@ def write_cell(session: Session, cell: Cell, lm: HarnessLM, *, computed: bool) -
         sample_metrics=_sample_metrics(answers, spec.paired) if spec.paired else None,
         model_file=lm.loaded.file,
     )
+    row["extra"] |= {"at_limit": sum(lm.at_limit.values())} if lm.at_limit else {}
     prompt = row["prompt_protocol"]["first_prompt"]
     if prompt is not None and prompt["sha256"] not in session.shown_prompts:
         session.shown_prompts.add(prompt["sha256"])
