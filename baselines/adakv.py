@@ -72,9 +72,6 @@ class AdaKV(ComposedMethod, RaggedMethod):
     def fill(self) -> None:
         self.by_protocol(floor=(0.2, 0.2, 0.5))
 
-    def validate(self) -> None:
-        self.part_class("base", prunes_once)
-
     def setup(self) -> None:
         cls = self.part_class("base", prunes_once)
         once = {"budget_rule": "prompt", "budget_of": "prompt", "dense_layers": self.dense_layers}

@@ -131,9 +131,6 @@ class KVCrush(ComposedMethod, EvictionMethod):
         self.by_protocol(bit_quantile=(0.5, "budget", 0.5), page=(1, 1, 16), pick=("even", "random", "even"))
         self.by_protocol(signature=("query", "query", "kv"))
 
-    def validate(self) -> None:
-        self.part_class("base", ranks_by_scores)
-
     def setup(self) -> None:
         self.tokens = self.page or 1  # of a page
         self.require("grouping", self.grouping == "hamming" or self.page == 1, "hamming where page is more than 1")

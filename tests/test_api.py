@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -194,11 +195,7 @@ def test_pipeline() -> None:
 def test_an_exception_leaves_the_model_as_it_was(llama: PreTrainedModel) -> None:
     before, ids = state(llama), tokens(70, 1)
     stock = llama.generate(ids, max_new_tokens=4, **GREEDY)
-    session = pqcache.use(llama, "pqcache", **SETTINGS["pqcache"])
-
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
+    session, fail = pqcache.use(llama, "pqcache", **SETTINGS["pqcache"]), Mock(side_effect=ZeroDivisionError)
     with pytest.raises(ZeroDivisionError), session:
         fail(llama.generate(ids, max_new_tokens=4, **GREEDY))
     assert state(llama) == before

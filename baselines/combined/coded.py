@@ -151,10 +151,6 @@ class Coded(ComposedMethod):
     # the codec's budget, a share of 16 bits, if it has one (zipcache, mikv); 1.0 keeps tokens exact under every codec
     codec_budget: Part = 0.2
 
-    def validate(self) -> None:
-        self.part_class("policy", chooses)
-        self.part_class("codec", codes)
-
     def setup(self) -> None:
         cls = self.part_class("policy", chooses)
         if issubclass(cls, EvictionMethod):

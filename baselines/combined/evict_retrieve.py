@@ -125,10 +125,6 @@ class EvictRetrieve(ComposedMethod):
     # hyper-parameters of the retrieval method, its store among them
     retrieve_options: dict = field(default_factory=dict)
 
-    def validate(self) -> None:
-        self.part_class("evict", evicts)
-        self.part_class("retrieve", retrieves)
-
     def setup(self) -> None:
         common = {**self.spent(), "dense_layers": self.dense_layers}
         cls, share = self.part_class("evict", evicts), Budget(ratio=float(self.keep))

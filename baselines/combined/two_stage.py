@@ -213,11 +213,6 @@ class TwoStage(ComposedMethod, RetrievalMethod):
     # length of the shortlist in multiples of the tokens to select, at least 1
     shortlist: Annotated[float, 1, MOST] = 4.0
 
-    def validate(self) -> None:
-        super().validate()
-        self.part_class("first", shortens)
-        self.part_class("second", ranks)
-
     def setup(self) -> None:
         self.shortener = self._make_stage("first", self.part_class("first", shortens))
         self.ranker = self._make_stage("second", self.part_class("second", ranks))

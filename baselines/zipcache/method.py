@@ -59,17 +59,10 @@ class ZipCache(SalientMethod):
 
     def validate(self) -> None:
         super().validate()
-        self.require(
-            "random_share",
-            0 <= self.random_share <= 1 - self.recent_share,
-            "a number >= 0, with recent_share at most 1",
-        )
-        self.require(
-            "special_ids",
-            not self.special_ids
-            or (self.probes == "special" and all(type(i) is int and i >= 0 for i in self.special_ids)),
-            "a list of token ids, for probes=special only",
-        )
+        fits = 0 <= self.random_share <= 1 - self.recent_share
+        self.require("random_share", fits, "a number >= 0, with recent_share at most 1")
+        are_ids = self.probes == "special" and all(type(i) is int and i >= 0 for i in self.special_ids)
+        self.require("special_ids", not self.special_ids or are_ids, "a list of token ids, for probes=special only")
 
     def setup(self) -> None:
         self.tokenizer_ids: tuple[int, ...] | None = None  # special tokens by `know_tokenizer`

@@ -44,12 +44,12 @@ def measure(size: Geometry, device: torch.device) -> tuple[CostModel, dict[str, 
     points: dict[str, Any] = {
         "lengths": lengths,
         "compute_s": layer_seconds(config, lengths, dtype, device, repeat),
-        "offload_s": offload_seconds(config, lengths, dtype, device, repeat),
+        "offload_s": [offload_seconds(config, length, dtype, device, repeat) for length in lengths],
         "keys": lengths,
-        "few_s": cluster_seconds(config, lengths, FEW, where, size.m, size.b, repeat),
-        "many_s": cluster_seconds(config, lengths, MANY, where, size.m, size.b, repeat),
+        "few_s": [cluster_seconds(config, length, FEW, where, size.m, size.b, repeat) for length in lengths],
+        "many_s": [cluster_seconds(config, length, MANY, where, size.m, size.b, repeat) for length in lengths],
     }
-    cost = fit_cost(lengths, points["compute_s"], lengths, points["few_s"], points["many_s"], MANY - FEW)
+    cost = fit_cost(lengths, points["compute_s"], points["few_s"], points["many_s"], MANY - FEW)
     return cost, points
 
 
@@ -82,28 +82,20 @@ def layer_seconds(
     return seconds
 
 
-def offload_seconds(
-    config: LlamaConfig, lengths: list[int], dtype: torch.dtype, device: torch.device, rounds: int
-) -> list[float]:
+def offload_seconds(config: LlamaConfig, length: int, dtype: torch.dtype, device: torch.device, rounds: int) -> float:
     """Copying one layer's K and V to pinned host memory (memory to memory, where there is no accelerator)."""
     width = 2 * config.num_key_value_heads * config.head_dim
-    seconds = []
-    for s in lengths:
-        source = torch.ones(s, width, dtype=dtype, device=device)
-        target = torch.empty(s, width, dtype=dtype, pin_memory=device.type == "cuda")
-        seconds.append(fastest_seconds(partial(target.copy_, source, non_blocking=True), device, rounds))
-    return seconds
+    source = torch.ones(length, width, dtype=dtype, device=device)
+    target = torch.empty(length, width, dtype=dtype, pin_memory=device.type == "cuda")
+    return fastest_seconds(partial(target.copy_, source, non_blocking=True), device, rounds)
 
 
 def cluster_seconds(
-    config: LlamaConfig, keys: list[int], rounds: int, where: torch.device, m: int, b: int, repeat: int
-) -> list[float]:
+    config: LlamaConfig, keys: int, rounds: int, where: torch.device, m: int, b: int, repeat: int
+) -> float:
     """All groups of a layer clustered and coded in so many rounds, as a prefill does it."""
     h_kv, d = config.num_key_value_heads, config.head_dim
-    seconds = []
-    for x in keys:
-        points = torch.randn(1, h_kv, x, d, device=where)
-        empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
-        how = Clustering(m, b, lambda _: rounds, tol=0.0, seed=0)
-        seconds.append(fastest_seconds(partial(fit, points, empty, [x], [0], how), where, repeat))
-    return seconds
+    points = torch.randn(1, h_kv, keys, d, device=where)
+    empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
+    how = Clustering(m, b, lambda _: rounds, tol=0.0, seed=0)
+    return fastest_seconds(partial(fit, points, empty, [keys], [0], how), where, repeat)

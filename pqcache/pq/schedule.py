@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
@@ -108,26 +109,9 @@ def save_cost(
 
 
 def fit_cost(
-    lengths: Sequence[int],
-    compute: Sequence[float],
-    keys: Sequence[int],
-    base: Sequence[float],
-    more: Sequence[float],
-    extra_rounds: int,
+    x: Sequence[int], compute: Sequence[float], base: Sequence[float], more: Sequence[float], extra_rounds: int
 ) -> CostModel:
-    """Least squares over measured seconds: compute at `lengths`; clustering of `keys` in 3 rounds, and in extra_rounds more."""
+    """Least squares over seconds measured at x tokens: their prefill; clustering x keys in 3 rounds, in extra_rounds more."""
     per_round = [(b - a) / extra_rounds for a, b in zip(base, more, strict=True)]
-    return CostModel(
-        compute=tuple(_polynomial(lengths, compute, 2)),  # type: ignore[arg-type]
-        base=tuple(_polynomial(keys, base, 1)),  # type: ignore[arg-type]
-        per_round=tuple(_polynomial(keys, per_round, 1)),  # type: ignore[arg-type]
-    )
-
-
-def _polynomial(x: Sequence[float], y: Sequence[float], degree: int) -> list[float]:
-    """Coefficients, highest power first."""
-    scale = max(x)  # powers of tens of thousands would spoil the fit
-    at = torch.tensor(x, dtype=torch.float64) / scale
-    powers = torch.stack([at**p for p in range(degree, -1, -1)], 1)
-    coefficients = torch.linalg.lstsq(powers, torch.tensor(y, dtype=torch.float64)[:, None]).solution[:, 0].tolist()
-    return [value / scale**p for value, p in zip(coefficients, range(degree, -1, -1), strict=True)]
+    fits = (np.polyfit(x, seconds, degree) for seconds, degree in ((compute, 2), (base, 1), (per_round, 1)))
+    return CostModel(*(tuple(fit.tolist()) for fit in fits))

@@ -14,15 +14,10 @@ from tests.thin import thin
 BITS, TABLES, SEEDS, S, D = 3, 6, 300, 48, 16
 
 
-@pytest.fixture(scope="module")
-def tensors() -> tuple[torch.Tensor, ...]:
-    draw = torch.Generator().manual_seed(4)
-    return tuple(torch.randn(1, heads, t, D, generator=draw) for heads, t in ((2, S), (2, S), (4, 1), (2, 1), (2, 1)))
-
-
 @pytest.mark.parametrize("ratio", thin([0.3, 0.9], 2))  # 0.3: more is sampled than the budget has room for
-def test_samples_and_weights(tensors: tuple[torch.Tensor, ...], ratio: float) -> None:
-    k, v, q, key, value = tensors
+def test_samples_and_weights(ratio: float) -> None:
+    draw, shapes = torch.Generator().manual_seed(4), ((2, S), (2, S), (4, 1), (2, 1), (2, 1))
+    k, v, q, key, value = (torch.randn(1, heads, t, D, generator=draw) for heads, t in shapes)
     plan = MagicPIG(budget=Budget(ratio=ratio), n_sink=4, recent=6).plan(S, 0, 1)
     often, total = torch.zeros(4, S), torch.zeros(4)
     keys = k[0].repeat_interleave(2, 0)

@@ -95,10 +95,7 @@ def driven(model: PreTrainedModel, method: Method, kernels: str) -> tuple[list[t
 def test_rows_of_unequal_length(llama: PreTrainedModel, name: str) -> None:
     """Whatever the step stores is what the layer would have stored, codes and all."""
     (expected, held, plain), (outs, kept, cache) = (driven(llama, SERVED[name](), k) for k in ("torch", "auto"))
-    for a, b in zip(expected, outs, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
-    for a, b in zip(held, kept, strict=True):
-        torch.testing.assert_close(b, a, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close([*outs, *kept], [*expected, *held], rtol=1e-4, atol=1e-4)
     assert isinstance(cache.layers[0].substitute, DeviceStep) and plain.layers[0].substitute is None
     assert cache.ledger.attended(all_layers=True) == pytest.approx(plain.ledger.attended(all_layers=True))
     assert [layer.store.lengths for layer in cache.layers] == [layer.store.lengths for layer in plain.layers]

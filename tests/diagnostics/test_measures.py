@@ -7,13 +7,9 @@ import torch
 
 from pqcache.diagnostics import measures as m
 from pqcache.selective.group import group_reduce, per_head
-from tests.drawn import Pick, examples
+from tests.drawn import Pick, drawn, examples
 
 N, H, H_KV, D = 2, 4, 2, 8
-
-
-def draw(seed: int, *shape: int) -> torch.Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def top(weights: list[float], inside: list[int], count: int) -> set[int]:
@@ -32,11 +28,8 @@ class Example:
         generator = torch.Generator().manual_seed(seed)
         self.lengths = [int(torch.randint(14, 24, (), generator=generator)) for _ in range(N)]
         self.m = max(self.lengths)
-        self.q, self.k, self.v = (
-            draw(seed, N, H, 1, D),
-            draw(seed + 1, N, H_KV, self.m, D),
-            draw(seed + 2, N, H_KV, self.m, D),
-        )
+        self.q = drawn(seed, N, H, 1, D)
+        self.k, self.v = (drawn(seed + i, N, H_KV, self.m, D) for i in (1, 2))
         if ties:  # equal keys: equal weights
             self.k = self.k[:, :, torch.arange(self.m) // 3]
         self.lo, self.hi = 3, [length - 4 for length in self.lengths]

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -70,17 +71,12 @@ def test_a_special_token_as_stop_string(loaded: LoadedModel, log: SampleLog, mon
     """Decoding drops special tokens, so such a stop must work on ids."""
     special = loaded.tokenizer.convert_ids_to_tokens(3)
     assert special in loaded.tokenizer.all_special_tokens
-    seen: dict[str, Any] = {}
-
-    def fake(model: Any, method: Any, input_ids: Any, **options: Any) -> Any:
-        seen.update(options)
-        raise InterruptedError
-
-    monkeypatch.setattr("pqcache.harness.run.adapter.generate", fake)
+    generate = Mock(side_effect=InterruptedError)
+    monkeypatch.setattr("pqcache.harness.run.adapter.generate", generate)
     with pytest.raises(InterruptedError):
         adapter(loaded, log).generate_until([ask("Where?", until=[special])])
-    assert 3 in seen["eos_token_ids"]
-    assert seen["max_new_tokens"] == 256
+    assert 3 in generate.call_args.kwargs["eos_token_ids"]
+    assert generate.call_args.kwargs["max_new_tokens"] == 256
 
 
 def test_only_greedy(loaded: LoadedModel, log: SampleLog) -> None:

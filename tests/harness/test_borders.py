@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import datasets
 import pytest
@@ -320,10 +321,7 @@ def test_words_that_are_no_utf8_are_one_line(case: str, capsys: Capture) -> None
 
 @cases([(os, "getcwd"), (cells, "make_plan")])
 def test_ctrl_c_before_a_run_is_130(monkeypatch: Patch, capsys: Capture, case: tuple[Any, str]) -> None:
-    def stop(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(*case, stop)
+    monkeypatch.setattr(*case, Mock(side_effect=KeyboardInterrupt))
     code = main(["method=full"])
     monkeypatch.undo()
     assert code == 130 and capsys.readouterr().err == "\ninterrupted\n"

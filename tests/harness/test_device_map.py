@@ -14,12 +14,6 @@ ON_DISK = "model.device_map={model.embed_tokens:cpu,model.layers.0:disk,model.la
 HUB = "model=hf model.path=someone/large method=full"
 
 
-@pytest.fixture
-def installed(monkeypatch: Patch) -> None:
-    """As if accelerate was installed, for what ends before it is needed."""
-    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(__spec__=ModuleSpec("accelerate", None)))
-
-
 @pytest.mark.parametrize(
     ("words", "said"),
     [
@@ -35,7 +29,9 @@ def installed(monkeypatch: Patch) -> None:
         ("model.device_map={lm_head:cpu} model.max_memory={0:1GB}", "a mapping of model.device_map says itself"),
     ],
 )
-def test_wrong_ones_are_one_line(installed: None, words: str, said: str) -> None:
+def test_wrong_ones_are_one_line(monkeypatch: Patch, words: str, said: str) -> None:
+    """As if accelerate was installed: they end before it is needed."""
+    monkeypatch.setitem(sys.modules, "accelerate", SimpleNamespace(__spec__=ModuleSpec("accelerate", None)))
     (line,) = refused(f"{HUB} {words}")
     assert said in line
 

@@ -1,6 +1,5 @@
 """What is printed and stored: no control characters, columns or TeX of others, no secrets."""
 
-import io
 import subprocess
 import sys
 from pathlib import Path
@@ -31,15 +30,13 @@ HOSTILE = {
 }
 
 
-def test_control_characters_are_shown(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_control_characters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in HOSTILE.items():
         for shown in (printable(text), in_markdown(text), in_latex(text)):
             assert shown.isprintable(), name
-        out = io.StringIO()
-        monkeypatch.setattr(sys, "stdout", out)
         with guarded():
             print(text)
-        assert out.getvalue()[:-1].isprintable(), name
+        assert capsys.readouterr().out[:-1].isprintable(), name
     assert printable("2 × é, 日本\n\tb") == "2 × é, 日本\n\tb"
 
 
@@ -63,19 +60,15 @@ SECRET = {
 }
 
 
-def test_secrets_in_addresses_are_masked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_in_addresses_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, text in SECRET.items():
         assert "pa55word" not in one_line(text), name
         write_status(tmp_path, "failed", reason=text, traceback=f"Traceback\n  {text}\n")
         assert "pa55word" not in (tmp_path / "status.json").read_text(), name
-        out, err = io.StringIO(), io.StringIO()
-        with monkeypatch.context() as patch:
-            patch.setattr(sys, "stdout", out)
-            patch.setattr(sys, "stderr", err)
-            with guarded():
-                print(text)
-                print(text, file=sys.stderr)
-        assert "pa55word" not in out.getvalue() + err.getvalue(), name
+        with guarded():
+            print(text)
+            print(text, file=sys.stderr)
+        assert "pa55word" not in "".join(capsys.readouterr()), name
     for plain in ("model.path=https://host/a@b", "task.source=/data/x?key", "method.m=2", "a@b.c"):
         assert one_line(plain) == plain
 

@@ -2,10 +2,8 @@
 
 import json
 import shutil
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -35,17 +33,6 @@ def cell(line: str, configs: Path = run.CONFIGS) -> Cell:
     return one
 
 
-@pytest.fixture
-def oracle(monkeypatch: Patch) -> Any:
-    """`oracle(cls)`: method=oracle is this class."""
-
-    def put(cls: type) -> None:
-        monkeypatch.setattr(sys.modules[__name__], "Put", cls, raising=False)
-        monkeypatch.setitem(registry.METHODS, "oracle", f"{__name__}:Put")
-
-    return put
-
-
 @pytest.mark.parametrize(
     "line", [pytest.param(name, marks=pytest.mark.rest) if i % 6 else name for i, name in enumerate(NAMES)]
 )
@@ -58,12 +45,12 @@ def test_full_is_one_cell_whatever_stays_dense() -> None:
     assert full.name.startswith("embedded__full__1.0__pocket_qa__seed0__")
 
 
-def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(oracle: Any, tmp_path: Path) -> None:
+def test_a_new_option_is_hashed_only_away_from_the_old_behaviour(monkeypatch: Patch, tmp_path: Path) -> None:
     before = cell("method=oracle")
     shutil.copytree(run.CONFIGS, tmp_path / "configs")
     file = tmp_path / "configs" / "method" / "oracle.yaml"
     file.write_text(f"{file.read_text()}precision: half\n")
-    oracle(WithOption)
+    monkeypatch.setitem(registry.METHODS, "oracle", f"{__name__}:WithOption")
     same, other = (
         cell(f"method=oracle method.precision={value}", tmp_path / "configs") for value in ("single", "half")
     )

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -112,12 +113,8 @@ def test_other_weights_under_the_same_path_are_computed_again(
 def test_interrupt_leaves_a_cell_that_goes_on(
     command: Command, tmp_path: Path, monkeypatch: Patch, generated: list[int]
 ) -> None:
-    def stop_at_third(*_: Any, **__: Any) -> None:
-        if len(generated) == 2:
-            raise KeyboardInterrupt
-
     with monkeypatch.context() as patch:
-        watch(patch, lm, "generate", stop_at_third)
+        watch(patch, lm, "generate", Mock(side_effect=[None, None, KeyboardInterrupt]))
         assert command("method=full") == 130
     assert status(tmp_path / "out")["full"]["status"] == "interrupted"
     assert command("method=full") == 0

@@ -1,5 +1,7 @@
 """What cannot be served right is refused aloud, and a refused or failed pass leaves nothing that is silently wrong."""
 
+from unittest.mock import Mock
+
 import pytest
 import torch
 from transformers import DynamicCache, MistralConfig, PreTrainedModel
@@ -36,7 +38,7 @@ def test_a_failed_pass_is_noticed(llama: PreTrainedModel, kind: Case) -> None:
     cache = SelectiveCache(llama, kind.make())
     with attach(llama):
         session = Session(llama, cache, [tokens(60, 1)])
-        failure = llama.model.layers[1].register_forward_pre_hook(_fail)
+        failure = llama.model.layers[1].register_forward_pre_hook(Mock(side_effect=MemoryError))
         with pytest.raises(MemoryError):
             session.step([5])
         failure.remove()
@@ -51,10 +53,6 @@ def test_a_failed_pass_is_noticed(llama: PreTrainedModel, kind: Case) -> None:
         logits(llama, kind.make(), [tokens(60, 1)], [[5]], cache=cache),
         logits(llama, kind.make(), [tokens(60, 1)], [[5]]),
     )
-
-
-def _fail(*args: object, **kwargs: object) -> None:
-    raise MemoryError
 
 
 @torch.no_grad()

@@ -5,22 +5,18 @@ import torch
 
 from baselines.clusterkv.clusters import cluster_points
 from pqcache import kernels
-from tests.drawn import examples
+from tests.drawn import drawn, examples
 from tests.threads import threads
 
 pytest.importorskip("numba")
 from pqcache.kernels import nearest
 
 
-def points(g: int, n: int, d: int, seed: int, offset: float = 0.0) -> torch.Tensor:
-    return torch.randn(g, n, d, generator=torch.Generator().manual_seed(seed)) + offset
-
-
 @examples(30)
 def test_one_pass_equals_a_distance_matrix(pick):
     g, n, d = pick(1, 5), pick(1, 5000), pick([1, 3, 8, 16, 64, 100])
     c, offset, seed = pick([1, 2, 16, 20, 63, 64, 65, 100, 200]), pick([0.0, 5.0]), pick(0, 99)
-    x, centroids = points(g, n, d, seed, offset), points(g, c, d, seed + 1)
+    x, centroids = drawn(seed, g, n, d) + offset, drawn(seed + 1, g, c, d)
     middle = x.mean(1, keepdim=True)
     codes, partial, sums, counts = nearest.nearest(x, centroids, middle, add=True)
     exact = torch.cdist((x - middle).double(), centroids.double()).square()
@@ -40,7 +36,7 @@ def test_one_pass_equals_a_distance_matrix(pick):
 
 @pytest.mark.parametrize("c", [9, 64, 65])
 def test_a_point_of_nan_stays_in_bounds(c):
-    x, centroids = points(3, 64, 16, 7), points(3, c, 16, 8)
+    x, centroids = drawn(7, 3, 64, 16), drawn(8, 3, c, 16)
     x[:, 5], x[:, 63, 3] = float("nan"), float("nan")
     codes, _, _, counts = nearest.nearest(x, centroids, torch.zeros(3, 1, 16), add=True)
     assert codes.min() >= 0 and codes.max() < c
@@ -60,7 +56,7 @@ def equal(a: tuple, b: tuple) -> bool:
 
 def test_it_does_not_matter_who_computes_or_how_points_are_stored():
     """Threads; some of the groups; points of a buffer that do not lie side by side."""
-    x, zero = points(4, 9000, 64, 0)[:, :, 16:32], torch.zeros(4, 1, 16)
+    x, zero = drawn(0, 4, 9000, 64)[:, :, 16:32], torch.zeros(4, 1, 16)
     expected, moments = nearest.nearest(x.contiguous(), x[:, :20], zero, add=True), nearest.moments(x.contiguous())
     for number in (1, 2, 3):
         with threads(number):
@@ -73,8 +69,8 @@ def test_it_does_not_matter_who_computes_or_how_points_are_stored():
 @pytest.mark.parametrize("distance", ["cosine", "l2", "ip"])
 def test_rounds_of_clusters(distance):
     """Keys of other lengths than one, far from the origin; a cluster that nothing belongs to."""
-    x = points(3, 500, 8, 5, 2.0) * points(3, 500, 1, 7).abs()
-    centroids = torch.cat([points(3, 12, 8, 6, 2.0), torch.full((3, 1, 8), -3.0)], 1)
+    x = (drawn(5, 3, 500, 8) + 2) * drawn(7, 3, 500, 1).abs()
+    centroids = torch.cat([drawn(6, 3, 12, 8) + 2, torch.full((3, 1, 8), -3.0)], 1)
     codes, means, counts = cluster_points(x, distance).round(centroids)
     with kernels.plain_torch():
         plain = cluster_points(x, distance)

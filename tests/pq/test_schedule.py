@@ -23,7 +23,7 @@ def test_the_fit_finds_the_curves_that_made_the_points() -> None:
     x, (a, b, c) = [512, 1024, 3000, 8192, 20000], (3e-10, 2e-6, 5e-4)
     base = [4e-6 * n + 1e-3 for n in x]
     more = [y + 6 * (7e-7 * n + 2e-4) for y, n in zip(base, x, strict=True)]
-    cost = fit_cost(x, [(a * n + b) * n + c for n in x], x, base, more, 6)
+    cost = fit_cost(x, [(a * n + b) * n + c for n in x], base, more, 6)
     assert cost.compute == pytest.approx((a, b, c), rel=1e-5)
     assert cost.base == pytest.approx((4e-6, 1e-3), rel=1e-5) and cost.per_round == pytest.approx(
         (7e-7, 2e-4), rel=1e-5

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -26,14 +27,9 @@ def test_it_measures_kernels_and_methods_without_a_gpu(tmp_path: Path, repo: Pat
 
 def test_whatever_fails_the_others_are_measured_until_the_device_is_lost(tmp_path: Path) -> None:
     """The same command again goes on behind the last row."""
-
-    def refuses() -> dict:
-        raise ValueError("too short")
-
-    def fails() -> dict:
-        raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-    file, found = tmp_path / "rows.jsonl", {"refused": refuses, "first": fails, "second": lambda: {"ok": True}}
+    lost = RuntimeError("CUDA error: an illegal memory access was encountered")
+    found = {"refused": Mock(side_effect=ValueError("too short")), "first": Mock(side_effect=lost)}
+    file, found["second"] = tmp_path / "rows.jsonl", lambda: {"ok": True}
     rows = bench_gpu.work(found, file, lambda: True)
     assert rows[0]["not_applicable"] == "too short" and "illegal memory" in rows[1]["failed"] and len(rows) == 2
     assert [row["measurement"] for row in bench_gpu.work(found, file, lambda: True)] == list(found)

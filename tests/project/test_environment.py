@@ -12,11 +12,6 @@ from packaging.version import Version
 
 
 @pytest.fixture(scope="module")
-def project(repo: Path) -> dict:
-    return tomllib.loads((repo / "pyproject.toml").read_text())["project"]
-
-
-@pytest.fixture(scope="module")
 def pins(repo: Path) -> dict[str, Version]:
     result = {}
     for line in (repo / "constraints.txt").read_text().splitlines():
@@ -40,7 +35,8 @@ def test_the_lock_file_has_the_same_versions_with_hashes(repo: Path, pins: dict[
     assert all(name.startswith(("nvidia-", "cuda-")) for name in locked.keys() - pins)  # of PyPI's torch
 
 
-def test_every_requirement_of_every_extra_is_pinned(project: dict, pins: dict[str, Version]) -> None:
+def test_every_requirement_of_every_extra_is_pinned(repo: Path, pins: dict[str, Version]) -> None:
+    project = tomllib.loads((repo / "pyproject.toml").read_text())["project"]
     for requirement in map(Requirement, chain(project["dependencies"], *project["optional-dependencies"].values())):
         name = canonicalize_name(requirement.name)
         assert name in pins, f"{name} is missing in constraints.txt"

@@ -53,15 +53,6 @@ def wheel(repo: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build("wheel", source, folder)
 
 
-@pytest.fixture(scope="module")
-def site(wheel: Path) -> Path:
-    """The wheel's files as an installer lays them out."""
-    folder = wheel.parent / "site"
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(folder)
-    return folder
-
-
 @pytest.mark.rest
 def test_the_wheel_holds_every_file_under_one_name(repo: Path, wheel: Path) -> None:
     assert wheel.name.startswith("pqcache_lab-") and wheel.name.endswith("-py3-none-any.whl")
@@ -98,7 +89,10 @@ assert published.numbers("pqcache_table2") and published.items()
 
 
 @pytest.mark.rest
-def test_an_installation_works_outside_of_a_clone(site: Path, tmp_path: Path) -> None:
+def test_an_installation_works_outside_of_a_clone(wheel: Path, tmp_path: Path) -> None:
+    site = wheel.parent / "site"
+    with zipfile.ZipFile(wheel) as archive:  # as an installer lays its files out
+        archive.extractall(site)
     environment = {**os.environ, "PYTHONPATH": str(site)}
     done = subprocess.run(
         [sys.executable, "-c", WORKS, str(site)], cwd=tmp_path, capture_output=True, text=True, env=environment

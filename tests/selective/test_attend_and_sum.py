@@ -1,6 +1,7 @@
 """A long prompt's attention and its column sums from the same logits: as apart, and only where the layer wants it."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,17 +25,12 @@ def answers(
     model: PreTrainedModel, method: Method, monkeypatch: pytest.MonkeyPatch, long: int, **options: Any
 ) -> tuple[torch.Tensor, SelectiveCache, int]:
     """Logits, the cache after them, and how many layers attended and summed at once where `long` tokens are a long prompt."""
-    calls: list[int] = []
-
-    def counted(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        calls.append(1)
-        return attend_and_sum(*args)
-
+    counted = Mock(wraps=attend_and_sum)
     with monkeypatch.context() as patch:
         patch.setattr(column_sums, "LONG", long)
         patch.setattr(dense, "attend_and_sum", counted)
         cache = SelectiveCache(model, method, **options)
-        return logits(model, method, [PROMPT], FED, cache=cache), cache, len(calls)
+        return logits(model, method, [PROMPT], FED, cache=cache), cache, counted.call_count
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -88,13 +89,10 @@ def test_the_bare_decoder_and_watched_passes_compute_all_rows(llama: PreTrainedM
 
 
 def test_a_failed_pass_leaves_the_next_one_whole(llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: object) -> None:
-        raise RuntimeError("on the way")
-
     with attach(llama):
         cache = SelectiveCache(llama, Full())
         with monkeypatch.context() as patch:
-            patch.setattr(llama.model.norm, "forward", fail)
+            patch.setattr(llama.model.norm, "forward", Mock(side_effect=RuntimeError("on the way")))
             with pytest.raises(RuntimeError, match="on the way"):
                 run(llama, cache, logits_to_keep=1)
         cache.begin([70, 70])

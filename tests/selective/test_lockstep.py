@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -78,23 +79,18 @@ def test_a_failing_one_leaves_the_others_and_the_random_numbers(llama: PreTraine
     torch.manual_seed(5)
     fails, fine = lockstep(llama, [partial(generate, llama, full, PROMPT, max_new_tokens=-1), lambda: torch.rand(1)])
     assert isinstance(fails, ValueError) and torch.equal(fine, expected) and torch.equal(torch.rand(1), expected)
-
-    def interrupted() -> None:
-        raise KeyboardInterrupt
-
     left = partial(generate, llama, full, PROMPT, max_new_tokens=5)
-    results = lockstep(llama, [left, interrupted])
+    results = lockstep(llama, [left, Mock(side_effect=KeyboardInterrupt)])
     assert len(results[0].token_ids) == 5 and isinstance(results[1], KeyboardInterrupt)
 
 
 def test_column_sums_of_a_recorded_prompt_are_computed_once(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    calls: list[int] = []
-    sums = h2o.add_column_sums
-    monkeypatch.setattr(h2o, "add_column_sums", lambda *args, **how: (calls.append(1), sums(*args, **how)))
+    sums = Mock(wraps=h2o.add_column_sums)
+    monkeypatch.setattr(h2o, "add_column_sums", sums)
     methods = [method_class(name)(budget=Budget(ratio=ratio)) for name in ("h2o", "h2o_c") for ratio in (0.2, 0.4)]
     prefill = record(llama, PROMPT)
     fed = [generate(llama, one, PROMPT, max_new_tokens=8, prefill=prefill).token_ids for one in methods]
-    assert len(calls) == len(prefill.calls)
+    assert sums.call_count == len(prefill.calls)
     assert fed == [generate(llama, one, PROMPT, max_new_tokens=8).token_ids for one in methods]

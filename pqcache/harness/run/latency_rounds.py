@@ -81,7 +81,7 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
             run.extra.update(layers=int(config.num_hidden_layers), batch=batch)
             run.extra.update(tokens_per_s=batch * len(timed) / sum(timed), **chunks.fact(chunk))
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":
-                run.extra["offload_s"] = offload_seconds(config, [length], model.dtype, device, 3)[0]
+                run.extra["offload_s"] = offload_seconds(config, length, model.dtype, device, 3)
             key = "latency", index, marks[0]
             sample = make_sample(run, key, "", None, 0, attention_kernel(cell.run.attn)[0], facts)
             log.append(sample)

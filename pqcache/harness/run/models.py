@@ -226,16 +226,6 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     return config
 
 
-def check_supported(path: object, config: PreTrainedConfig) -> None:
-    """Refuse an architecture that no method can run on, before any weights are loaded."""
-    from pqcache.selective.attach import check_config
-
-    try:
-        check_config(config)
-    except ValueError as error:
-        raise model_files.Unusable(f"model.path={path}: {error}") from error
-
-
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
     """Load weights and tokenizer. Raises ValueError: one line that names the problem."""
     import torch

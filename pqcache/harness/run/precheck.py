@@ -16,6 +16,7 @@ from pqcache.harness.run.prompts import Reader, TooLong
 from pqcache.harness.run.session import Session, model_key
 from pqcache.outside import reason
 from pqcache.selective import NotApplicable
+from pqcache.selective.attach import check_config
 from pqcache.selective.shape import served
 
 
@@ -100,8 +101,11 @@ def _config(cell: Cell) -> Any:
         config = smoke_models.model_config(name, options)
     else:
         config = models.load_config(name, options)
-    if options["path"]:
-        models.check_supported(options["path"], config)
+    if options["path"]:  # an architecture that no method can run on
+        try:
+            check_config(config)
+        except ValueError as error:
+            raise model_files.Unusable(f"model.path={options['path']}: {error}") from error
     if options["path"] and not cell.run.smoke:
         permitted = bool(cell.unhashed["model"].get("allow_pickle"))
         model_files.check_format(models.local_or_hub(options), allow_pickle=permitted)

@@ -5,11 +5,12 @@ the time of one decode step. Each sample's first two steps are dropped, because 
 over samples. If no step is left the result is None, never 0.
 """
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from statistics import median
 from typing import Any, cast
+
+import numpy as np
 
 from pqcache.harness.config.cells import OPTIONS, Cell
 from pqcache.harness.config.options import without_secrets
@@ -188,13 +189,8 @@ def _times(samples: Iterable[Sample], *, timed: bool) -> dict[str, Any]:
 
 def percentile(values: Iterable[float | None], share: float) -> float | None:
     """The value below which `share` of the values lie, linear between neighbours; None without values."""
-    known = sorted(v for v in values if v is not None)
-    if not known:
-        return None
-    at = share * (len(known) - 1)
-    low = math.floor(at)
-    high = min(low + 1, len(known) - 1)
-    return known[low] + (known[high] - known[low]) * (at - low)
+    known = [v for v in values if v is not None]
+    return float(np.quantile(known, share)) if known else None
 
 
 def tpot_ms(steps: Iterable[Sequence[float]], share: float) -> float | None:

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -52,12 +53,9 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
 
 
 def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypatch: Patch) -> None:
-    def refuse(*_: object) -> None:
-        raise AssertionError("CUDA was initialised")
-
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for name in ("_lazy_init", "mem_get_info", "get_device_properties", "get_rng_state"):
-        monkeypatch.setattr(torch.cuda, name, refuse)
+        monkeypatch.setattr(torch.cuda, name, Mock(side_effect=AssertionError("CUDA was initialised")))
     few = ("method=pqcache", "method.max_iter=adaptive", "prefill_chunk=auto", *SMALL, "limit=1")
     driver = planned(tmp_path, "launch=ray", *few)
     precheck.check_models(driver, Session())

@@ -2,6 +2,7 @@
 
 import io
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -38,10 +39,7 @@ def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys
 
 @pytest.mark.rest
 def test_a_plan_that_fails_stops_nothing(command: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise KeyError("x\ny")
-
-    monkeypatch.setattr(progress.planning, "make", broken)
+    monkeypatch.setattr(progress.planning, "make", Mock(side_effect=KeyError("x\ny")))
     assert command("method=full", "limit=1") == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == r"plan: not made (KeyError: 'x\ny')"

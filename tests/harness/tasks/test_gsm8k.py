@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
+from unittest.mock import Mock, call
 
 import pytest
 
@@ -93,18 +94,14 @@ def test_short_prompt_and_its_two_readings(tokenizer: Any) -> None:
 
 
 def test_the_hub_is_asked_for_the_right_rows(monkeypatch: Patch) -> None:
-    requested: list[tuple] = []
-
-    def load(repo: str, config: str | None, *, split: str, revision: str | None) -> list[dict]:
-        requested.append((repo, config, split, revision))
-        return [{"question": f"{i}?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"} for i in range(7473)]
-
+    every = [{"question": f"{i}?", "answer": "2 + 2 = <<2+2=4>>4\n#### 4"} for i in range(7473)]
+    load = Mock(return_value=every)
     monkeypatch.setattr("datasets.load_dataset", load)
     # rows are kept for the process: under a revision that no other test reads
     monkeypatch.setattr(cot_long.Gsm8kCotLong, "data_set", replace(cot_long.Gsm8kCotLong.data_set, revision="r"))
     monkeypatch.setattr(cot_long, "TRAIN", replace(cot_long.TRAIN, revision="r"))
     examples, rows, facts = task_of("gsm8k_cot_long").read_all(0, 5)
-    assert requested == [("openai/gsm8k", "main", "test", "r"), ("openai/gsm8k", "main", "train", "r")]
+    assert load.call_args_list == [call("openai/gsm8k", "main", split=part, revision="r") for part in ("test", "train")]
     assert [row["question"] for row in examples] == [f"{i}?" for i in cot_long.EXEMPLARS]
     assert len(rows) == 5
     assert facts["source"] == "hub openai/gsm8k/main"

@@ -7,6 +7,7 @@ import sys
 import zipfile
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pytest
@@ -21,10 +22,7 @@ from tests.harness.tasks.test_longbench import make_row, write_files
 @pytest.fixture
 def start(command: Command, monkeypatch: Patch) -> Command:
     """run.py without any way to the network."""
-
-    def no_network(*_: Any, **__: Any) -> None:
-        raise AssertionError("something used the network")
-
+    no_network = Mock(side_effect=AssertionError("something used the network"))
     monkeypatch.setattr(socket.socket, "connect", no_network)
     monkeypatch.setattr(socket, "getaddrinfo", no_network)
     return lambda *arguments: command("method=full", *arguments)

@@ -4,7 +4,7 @@ import gzip
 import json
 import zipfile
 from pathlib import Path
-from typing import Any
+from unittest.mock import Mock
 
 import huggingface_hub
 import pandas as pd
@@ -33,10 +33,8 @@ def http_error(kind: type[Exception]) -> Exception:
     ],
 )
 def test_what_the_hub_refuses_is_one_line(error: type[Exception] | None, words: list[str], monkeypatch: Patch) -> None:
-    def download(*_: Any, **__: Any) -> str:
-        raise ConnectionError("refused\nat length") if error is None else http_error(error)
-
-    monkeypatch.setattr(huggingface_hub, "hf_hub_download", download)
+    said = ConnectionError("refused\nat length") if error is None else http_error(error)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", Mock(side_effect=said))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(hub, "unreachable", lambda: "")
     with pytest.raises(ValueError) as refused:
