@@ -170,8 +170,9 @@ class Row(TypedDict):
     # Where a model has sliding windows, or states of linear attention and the like, beside what the method serves: served_layers
     # of model_layers, by number in served_layer_numbers, and other_layers_bytes; all other bytes and tokens are of those served.
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
-    # whose answer differs. Of answers that are written freely: at_limit, how many have all the tokens that their task allows,
-    # most of them cut there. softmax: what computes a model with soft-capped scores or attention sinks; absent for other models
+    # whose answer differs. at_limit: answers that have all the tokens their task allows, most of them cut there; absent where no
+    # answer is written, and for chats of several turns. softmax: what computes a model with soft-capped scores or attention
+    # sinks; absent for other models
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
