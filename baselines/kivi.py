@@ -41,7 +41,7 @@ from transformers import PreTrainedConfig
 from pqcache.fields import Bits, Positive
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.selective.shape import ModelShape
-from pqcache.store.buffer import Buffer, take_tokens, write_each
+from pqcache.store.buffer import STEP, Buffer, take_tokens, write_each
 from pqcache.store.codec import Codec, ExactCodec, TokenCodec
 from pqcache.store.layout import Codes
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream
@@ -51,10 +51,13 @@ GROUPS_PER_STEP = 8  # parameters grow with the codes: 8 groups of 32 are 256 to
 
 
 class ChannelCodec(Codec):
-    """`bits`-bit codes with one (step, low) per channel of `group` consecutive tokens; tokens come in whole groups."""
+    """`bits`-bit codes with one (step, low) per channel of `group` consecutive tokens; tokens come in whole groups.
 
-    def __init__(self, bits: int, group: int) -> None:
-        self.bits = bits
+    step: tokens per growth of the buffers.
+    """
+
+    def __init__(self, bits: int, group: int, step: int = STEP) -> None:
+        self.bits, self.step = bits, step
         self.unit = self.group = group
         self.dtype, self.d = torch.float32, 0
         self.parts: list[Buffer] = []  # codes (n, h_kv, capacity, bytes); step and low (n, h_kv, groups, d)
@@ -64,7 +67,8 @@ class ChannelCodec(Codec):
         codes, step, low = quantize(x.unflatten(2, (-1, self.group)), self.bits, dim=3)
         new = pack_codes(codes.flatten(2, 3), self.bits), step.squeeze(3), low.squeeze(3)
         if not self.parts:
-            self.parts = [Buffer.like(new[0]), *(Buffer.like(p, step=GROUPS_PER_STEP) for p in new[1:])]
+            groups = min(self.step, GROUPS_PER_STEP)
+            self.parts = [Buffer.like(new[0], step=self.step), *(Buffer.like(p, step=groups) for p in new[1:])]
         self.parts[0].write(new[0], starts, counts)
         write_each(self.parts[1:], new[1:], [s // self.group for s in starts], [c // self.group for c in counts])
 

@@ -2,7 +2,8 @@
 
     python run.py method=kvcrush_mixed method.bits=2 budget=0.2
 
-A composition of KVCrush (arXiv 2503.00022) and groupwise codes as KIVI's values have (arXiv 2402.02750).
+A composition of KVCrush (arXiv 2503.00022) and KIVI's codes (arXiv 2402.02750): some channels of keys are large in every token,
+and in a token's codes the others would share its few steps with them.
 
 Deviations from the parts alone:
 - A new turn decodes the representatives, attends to them, and chooses and packs again from everything held. A token that was
@@ -13,12 +14,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
 from transformers import PreTrainedConfig
 
-from pqcache.fields import Positive
+from pqcache.fields import Positive, added
 from pqcache.selective.attention import row_mask
 from pqcache.selective.eviction import EvictionLayer, kept_of
 from pqcache.selective.evictor import join_rows
@@ -28,11 +29,12 @@ from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.staged import exact_copy
 from pqcache.store.base import Store
-from pqcache.store.codec import TokenCodec
+from pqcache.store.codec import Codec, TokenCodec
 from pqcache.store.layout import Run
 from pqcache.store.packed import KeepNewest, PackedStore, PackedStream, Tile
 from pqcache.store.resident import ResidentStore
 
+from ..kivi import ChannelCodec
 from ..kvcrush import KVCrush
 
 
@@ -133,8 +135,12 @@ class KVCrushMixed(KVCrush):
 
     # bits of the representatives' codes, for K and V
     bits: Annotated[int, 1, 8] = 4
-    # consecutive channels of a token that share a step and a minimum (fp16); null: all channels of a KV head
+    # consecutive channels of a token that share a step and a minimum (fp16), and with keys=channel representatives of a channel
+    # of keys; null: all channels of a KV head, and 32 representatives
     group: Positive | None = 32
+    # what shares a step and a minimum in keys: a channel's numbers, as in KIVI, or a token's. Fewer representatives than fill a
+    # group have exact keys
+    keys: Literal["channel", "token"] = added("channel", absent="token")
 
     @property
     def keeps_rule(self) -> bool:
@@ -149,8 +155,11 @@ class KVCrushMixed(KVCrush):
 
     def make_store(self) -> PackedStore:
         """For representatives: packed once, so without room for more."""
-        k, v = (PackedStream(TokenCodec(self.bits, self.group, step=1), KeepNewest(0)) for _ in "kv")
-        return PackedStore(k, v)
+        keys: Codec
+        keys, values = (TokenCodec(self.bits, self.group, step=1) for _ in "kv")
+        if self.keys == "channel":
+            keys = ChannelCodec(self.bits, self.group or 32, step=1)
+        return PackedStore(PackedStream(keys, KeepNewest(0)), PackedStream(values, KeepNewest(0)))
 
     def make_layer(self, layer_idx: int, shape: ModelShape) -> MixedLayer:
         return MixedLayer(layer_idx, shape, self)

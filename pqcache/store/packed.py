@@ -78,8 +78,9 @@ class PackedStream(RowState):
         self.tails = [a + b for a, b in zip(self.tails, counts, strict=True)]
 
     def pack(self, everything: bool = False) -> None:
-        """Move tokens from the tail into the body: as many as the schedule says, or everything."""
-        move = list(self.tails) if everything else [self.schedule(tail) for tail in self.tails]
+        """Move tokens from the tail into the body: as many as the schedule says, or all that fill units of the codec."""
+        unit = self.codec.unit
+        move = [tail // unit * unit if everything else self.schedule(tail) for tail in self.tails]
         if not any(move):
             return
         width = self.tail.shape[2]

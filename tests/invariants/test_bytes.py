@@ -98,10 +98,12 @@ def kivi(bits: int, packed: int) -> int:
     return H_KV * (keys + values + (114 + 128) * D * ITEM)
 
 
-def crushed(bits: int, group: int) -> int:
-    """A quarter: 32 sinks and 242 tokens, 60 of them representatives in codes."""
-    codes = 2 * H_KV * 60 * (D * bits // 8 + 2 * 2 * D // group)
-    return codes + evicted(214 + STEPS, positions=274 + STEPS)
+def crushed(bits: int, group: int, by: str) -> int:
+    """A quarter: 32 sinks and 242 tokens, 60 of them representatives in codes, keys by channel in whole groups."""
+    token = D * bits // 8 + 2 * 2 * D // group
+    whole = 60 // group * group
+    keys = whole * D * bits // 8 + whole // group * D * 4 + (60 - whole) * D * ITEM if by == "channel" else 60 * token
+    return H_KV * (keys + 60 * token) + evicted(214 + STEPS, positions=274 + STEPS)
 
 
 HALF_INDEX = H_KV * (2**6 * D * 4 + 2 * capacity(484 + STEPS))  # of half of the prompt
@@ -160,8 +162,8 @@ KEPT: list[tuple[Method, int, int, int | None]] = [
         Coded(budget=QUARTER, policy="snapkv", codec="int8"),
         (INT8 + H_KV * 4) * capacity(32 + 242 + STEPS), 0, None,
     ),
-    *((KVCrushMixed(budget=QUARTER, bits=bits, group=group), crushed(bits, group or D), 0, None)
-      for bits, group in ((4, 16), (2, 8), (3, None))),
+    *((KVCrushMixed(budget=QUARTER, bits=bits, group=group, keys=by), crushed(bits, group or D, by), 0, None)
+      for bits, group, by in ((4, 16, "channel"), (2, 8, "channel"), (3, None, "token"))),
     # half of the prompt, with its positions, and an index of that
     (EvictRetrieve(budget=Budget(ratio=0.1)), evicted(516 + STEPS) + HALF_INDEX, 0, None),
     (
