@@ -21,8 +21,6 @@ Deviations:
   the best of all heads. The paper's algorithm 2 gives a head with little a larger share, and one with much a smaller one.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields
 from typing import Any, ClassVar
 

@@ -11,8 +11,6 @@ Deviations:
 - Step and minimum of a range are rounded to fp16, as they are stored. The released Python reference does not round.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -1,7 +1,5 @@
 """Full: the whole KV cache, kept and attended; the reference of every comparison."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -15,8 +15,6 @@ Deviations:
 - A new turn adds to the sums.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -3,8 +3,6 @@
 A baseline of this project: no code is published, so protocol=release does not apply.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -14,8 +14,6 @@ Deviations:
 - Similarities are in fp32.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -29,8 +29,6 @@ Deviations:
   turn's eviction drops tokens of packed groups of keys, whose others are then packed again (`Codec.retain`).
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar

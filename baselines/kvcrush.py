@@ -20,8 +20,6 @@ Deviations:
   head's own important pages are barred, under protocol=release too.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, Literal, Self
 

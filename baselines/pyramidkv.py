@@ -13,8 +13,6 @@ Deviations: as SnapKV's.
 - Dense first layers are not part of the pyramid.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -14,8 +14,6 @@ Deviations:
 - A new turn attends to computed keys; the release has one turn. A budget of 1.0 keeps every token exact.
 """
 
-from __future__ import annotations
-
 import weakref
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal

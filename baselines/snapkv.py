@@ -18,8 +18,6 @@ Deviations:
 - A new turn prunes again, with its own last queries, except under protocol=release.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 

@@ -11,8 +11,6 @@ Deviations:
 - Attention is averaged in fp32. The release averages in 16 bits.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -13,8 +13,6 @@ Deviations:
 - Products with a sketch are computed from decoded tokens; no kernel reads it.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

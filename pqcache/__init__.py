@@ -10,8 +10,6 @@ experiments (Hydra, lm-eval, W&B, pandas, matplotlib) is imported inside `pqcach
 neither: what is listed here is loaded when it is first used.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -48,7 +48,7 @@ def option_fields(cls: type, skip: Iterable[str] = ()) -> dict[str, tuple[Any, A
     return found
 
 
-hints_of = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # annotations are text
+hints_of = functools.cache(functools.partial(typing.get_type_hints, include_extras=True))  # some annotations are text
 
 
 # -- values ------------------------------------------------------------------------------------------------------------

@@ -6,8 +6,6 @@ A method may also stand outside this project: as an entry point of the group `pq
 A class is imported when its method is used, so that an unknown name is refused at once.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import inspect

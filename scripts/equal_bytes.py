@@ -13,8 +13,6 @@ Allocated bytes are printed beside it. Content is fitted to one per cent (tolera
 (retrieval) cannot be fitted, and the table says so.
 """
 
-from __future__ import annotations
-
 import contextlib
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """K-Means under a chosen distance, as ClusterKV groups keys (arXiv 2412.03213, section III-B): no re-seeding, no tolerance."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import torch

@@ -1,7 +1,5 @@
 """A host store that keeps the tokens of the last steps' fetches on the device."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

@@ -15,8 +15,6 @@ Deviations from the parts alone:
   tokens, the surplus is decoded and packed again.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 

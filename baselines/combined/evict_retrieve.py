@@ -9,8 +9,6 @@ Deviations from the parts alone:
 - Evictors that also drop while decoding (H2O by default) prune once here: an index cannot forget single tokens.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 

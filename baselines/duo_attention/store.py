@@ -1,7 +1,5 @@
 """K and V of retrieval heads, which grow, and of streaming heads, whose newest tokens turn in place."""
 
-from __future__ import annotations
-
 import torch
 
 from pqcache.selective.attention import attend_rows

@@ -1,7 +1,5 @@
 """GEAR's blocks of tokens: codes, outliers and a low-rank part."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 

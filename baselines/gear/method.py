@@ -30,8 +30,6 @@ Deviations:
 - The power iteration begins with seeded normal numbers; the release draws uniform ones without a seed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 

@@ -1,7 +1,5 @@
 """K and V in blocks of consecutive tokens, on the device or on the host with a block cache."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import ClassVar
 

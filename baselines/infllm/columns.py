@@ -1,7 +1,5 @@
 """The newest tokens of all rows of a batch, in columns that the rows share."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """InfLLM's decode step by a CPU kernel: window, sinks, chosen blocks and remainder are read where they are stored."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

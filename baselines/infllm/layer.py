@@ -1,7 +1,5 @@
 """InfLLM's layer: attention to a window exactly and to retrieved blocks at one distance, in prefill and decode."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from statistics import fmean
 

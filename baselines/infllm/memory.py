@@ -1,7 +1,5 @@
 """Where InfLLM's tokens are: sink tokens, blocks with their representatives, and the newest tokens of every row."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 

@@ -13,8 +13,6 @@ The published counts leave out:
 Numbers of 16 bits stored here, per row: 4 D for keys by channel (both widths), D for the value channels' c, 2 per value token.
 """
 
-from __future__ import annotations
-
 PARAMETERS = {  # numbers of 16 bits, K and V together
     "group": lambda n, length, channels, group: 4 * n * channels * length / group,
     "token": lambda n, length, channels, group: 4 * n * length,

@@ -22,8 +22,6 @@ Deviations:
   means random and recent ones. A new turn is packed like a prompt, its queries being the probes.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 

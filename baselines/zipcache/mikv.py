@@ -17,8 +17,6 @@ Deviations:
 - A token's bit width is final, so sums of packed tokens are not kept, and the newest tokens are those of what is packed together.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import ClassVar
 

@@ -1,7 +1,5 @@
 """A codec with two bit widths: salient tokens in more bits, regular ones in fewer, both packed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

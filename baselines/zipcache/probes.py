@@ -1,7 +1,5 @@
 """Probes: the few queries whose attention says which tokens are salient (ZipCache, section 4.3)."""
 
-from __future__ import annotations
-
 import functools
 import string
 import unicodedata

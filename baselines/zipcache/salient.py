@@ -1,7 +1,5 @@
 """What ZipCache and MiKV share: salient tokens in more bits than the others, at one budget of bits."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar, Literal
 

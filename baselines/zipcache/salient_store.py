@@ -1,7 +1,5 @@
 """A packed store that chooses each token's bit width by the attention it receives from probes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 
 import torch

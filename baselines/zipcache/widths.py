@@ -1,7 +1,5 @@
 """Which tokens are salient: one bit per token and KV head, and where a token's codes are."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

@@ -5,8 +5,6 @@ there as kernels.attend, kernels.rank and so on: an import statement in a decode
 agree up to the order of additions. Ties go to the lower index everywhere.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import importlib.util

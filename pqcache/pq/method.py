@@ -1,7 +1,5 @@
 """PQCache: retrieve the tokens whose product-quantized keys score highest (Zhang et al., arXiv 2407.12820, section 3)."""
 
-from __future__ import annotations
-
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path

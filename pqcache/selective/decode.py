@@ -5,8 +5,6 @@ padding is neither attended nor stored, and has no position. Rows that ended go 
 cache drops them. Times and bytes of a batch belong to no row: a row's result has none. `time_batch` measures them for the whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass

@@ -9,8 +9,6 @@ begin with the second one. Up to the first step whose likeliest token is another
 these tokens: `first_divergence` is where it would leave the reference.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any

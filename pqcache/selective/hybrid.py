@@ -4,8 +4,6 @@ It does not grow with the prompt, and no method serves it. transformers' own lay
 decoder layer, an `Absent` where a layer has nothing but attention. The models reach them by the cache that they are given.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Sequence
 from typing import Any

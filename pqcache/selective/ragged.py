@@ -5,8 +5,6 @@ each KV head is a row by itself, with one KV head and the g query heads of its g
 of equal lengths serve it: n rows of h_kv heads are n * h_kv rows, row by row.
 """
 
-from __future__ import annotations
-
 import copy
 from dataclasses import dataclass, replace
 from statistics import fmean

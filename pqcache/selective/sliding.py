@@ -3,8 +3,6 @@
 In models that mix such layers with layers of full attention (Gemma 3, OLMo 3, EXAONE 4), a method serves the latter.
 """
 
-from __future__ import annotations
-
 from statistics import fmean
 
 import torch

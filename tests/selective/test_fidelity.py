@@ -1,7 +1,5 @@
 """A method beside the full cache's own answer: nothing lost where nothing is dropped, and numbers that a plain loop gives too."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from transformers import PreTrainedModel

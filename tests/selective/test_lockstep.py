@@ -1,7 +1,5 @@
 """Methods that take their decode steps together compute what each computes alone."""
 
-from __future__ import annotations
-
 from functools import partial
 from unittest.mock import Mock
 

@@ -1,7 +1,5 @@
 """Layers with a sliding window or a state, which no method serves: transformers' own answers, and methods beside them."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

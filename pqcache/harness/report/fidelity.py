@@ -4,8 +4,6 @@ records = fidelity.records(rows_under(folder))        of one model, one source o
 fidelity.table(records), fidelity.draw(records, path)
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import math

@@ -3,8 +3,6 @@
 for sample in read_all(folder)[0].values(): ...
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, TypedDict, cast

@@ -8,8 +8,6 @@ chat template are kept under ~/.cache/pqcache/gguf, in a folder that is named by
 SHA-256 and its quantization (`model_file`).
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 import io

@@ -18,8 +18,6 @@ goes on writing. Prompts of a JSONL or CSV file are its rows (prompt_files.py). 
 their middle where they are longer than `task.length`. `task=prompts task.metric=fidelity` takes prompts as they are.
 """
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Mapping, Sequence

@@ -7,8 +7,6 @@ docs/tasks.md lists the fields. Cells of a CSV file that are lists are written a
 one prompt. Rows of LongBench get their data set's prompt. Other fields are not read.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import re

@@ -8,8 +8,6 @@ template, and paragraphs for a model without one. A prompt that is too long is r
 loaded; `task.cut=middle` leaves out its middle.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal

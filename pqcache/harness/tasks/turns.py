@@ -14,8 +14,6 @@ list of a text, or of a list of right ones, for each.
 Deviation from SCBench: the model's own answers stay in the chat, not the right ones.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
