@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from pqcache.fields import Bits, Part, Positive, added
 from pqcache.selective.attach import served_modules
@@ -38,9 +39,6 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.codec import ExactCodec, TokenCodec
 
 from .coded_keys import CodedKeyIndex
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 CHANNELS = ("qk", "q", "k")
 PER_QUERY_HEAD = " per query head"

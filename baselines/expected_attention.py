@@ -16,9 +16,10 @@ Deviations:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from transformers import PreTrainedConfig
 
 from pqcache.fields import MOST, Positive, Whole
 from pqcache.selective import rope
@@ -29,9 +30,6 @@ from pqcache.selective.layer import LayerContext
 from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_rotated
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 class ExpectedScorer(Scorer):

@@ -7,18 +7,15 @@ Deviations: as H2O's.
 - The paper's captions do not say whether sinks take part. Here they come on top of N_C under the aligned protocol.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import ClassVar, Literal
+
+from transformers import PreTrainedConfig
 
 from pqcache.fields import Positive, Share
 from pqcache.selective.shape import ModelShape
 
 from .h2o import H2O
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 @dataclass(kw_only=True)

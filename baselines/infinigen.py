@@ -27,12 +27,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from pqcache.fields import MOST, Part, Positive
 from pqcache.kernels.scaling import capped
@@ -49,9 +50,6 @@ from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import check_rotated
 from pqcache.store.buffer import Buffer
 from pqcache.store.transfer import table
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel
 
 _FORMAT = 1  # version of the calibration files
 

@@ -20,9 +20,10 @@ from __future__ import annotations
 
 import weakref
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.fields import Positive, Whole
 from pqcache.kernels.scaling import capped, is_plain
@@ -41,9 +42,6 @@ from pqcache.selective.ragged import RaggedLayer, RaggedMethod
 from pqcache.selective.scorer import Prompt
 from pqcache.selective.shape import BOTH, STATE, ModelShape, NotApplicable, attending, served
 from pqcache.selective.staged import StagedLayer
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 # the authors' instruction: scores depend on its words
 FIRST = "\n\nRepeat the previous context exactly."

@@ -11,12 +11,11 @@ Deviations:
 - A budget of no more tokens than there are sinks keeps the first ones and the newest. The release has no such budgets.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
+from transformers import PreTrainedConfig
 
 from pqcache.fields import Whole
 from pqcache.selective import rope
@@ -28,9 +27,6 @@ from pqcache.selective.shape import ModelShape
 from pqcache.selective.support import check_rotated
 from pqcache.store.resident import ResidentStore
 from pqcache.store.transfer import table
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 _NEVER = torch.iinfo(torch.int32).max  # a position later than any
 

@@ -1,10 +1,9 @@
 """The gates of DuoAttention's heads, trained on passkeys in a text (arXiv 2410.10819, section 2.2)."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from pqcache.selective.attach import attach
 from pqcache.selective.attention import attend_exactly
@@ -15,9 +14,6 @@ from pqcache.selective.layer import LayerContext, SelectiveLayer
 from pqcache.selective.method import OnePass
 from pqcache.selective.placement import home
 from pqcache.selective.shape import ModelShape
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 KEYS = 10  # passkeys in a text, each 1/32 of its tokens long
 RATE, PENALTY = 0.02, 0.05

@@ -24,10 +24,11 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
+from transformers import PreTrainedModel
 
 from pqcache.fields import MOST, Positive, Share, Whole
 from pqcache.selective.attach import served_modules
@@ -45,9 +46,6 @@ from pqcache.store.transfer import table
 
 from .gates import train_gates
 from .store import DuoStore, Window
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class DuoLayer(RaggedLayer):

@@ -18,11 +18,11 @@ Deviations:
   decode step: they are part of it, and as many blocks are retrieved as fit. Their oldest are left out where they do not fit.
 """
 
-from __future__ import annotations
-
 import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
+
+from transformers import PreTrainedConfig
 
 from pqcache.fields import Positive, Share, Whole
 from pqcache.selective.budget import Budget, partition_plan
@@ -31,9 +31,6 @@ from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.method import Method
 from pqcache.selective.shape import ModelShape, NotApplicable
 from pqcache.selective.support import check_rotated
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 from .layer import InfLLMLayer
 from .memory import BlockPlan, Sizes

@@ -6,17 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from typing import Any, ClassVar, Literal, Self, get_args
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.fields import Whole, check_ranges
 from pqcache.selective.budget import RULES, Allowance, Budget, Plan
 from pqcache.selective.dense import DenseLayer
 from pqcache.selective.layer import SelectiveLayer
 from pqcache.selective.shape import ModelShape, NotApplicable
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Protocol = Literal["aligned", "paper", "release"]
 WITHOUT_BUDGET = ("ignored", "own")  # rules of methods that a budget does not decide

@@ -1,22 +1,19 @@
 """Methods made of other methods: parts are named by hyper-parameters and chosen by what their classes declare."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from pqcache.fields import coerce, option_fields
 from pqcache.naming import near
 from pqcache.registry import METHODS, RETIRED, method_class
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 
 @dataclass(kw_only=True)

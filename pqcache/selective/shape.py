@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig
+import torch
+from transformers import PreTrainedConfig
 
 
 class NotApplicable(ValueError):
