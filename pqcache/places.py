@@ -53,11 +53,3 @@ def file_of(name: str) -> Path | None:
         return None
     path = folder.joinpath(*rest)
     return next((file for file in (path / "__init__.py", path.with_suffix(".py")) if file.is_file()), None)
-
-
-def label(file: Path) -> str:
-    """A source file's path as it is in a clone, so that an installation names the same code alike. Others: the file's name."""
-    if file.is_relative_to(BASELINES):
-        return (Path("baselines") / file.relative_to(BASELINES)).as_posix()
-    own = PACKAGE if INSTALLED else ROOT
-    return file.relative_to(ROOT).as_posix() if file.is_relative_to(own) else file.name

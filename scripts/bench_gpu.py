@@ -35,7 +35,7 @@ import transformers
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from pqcache import device as device_kernels
-from pqcache.measure.machine import ceilings, device_caption, median_seconds
+from pqcache.measure.machine import ceilings, device_caption, timed_calls
 from pqcache.measure.roofline import DROPPED_STEPS, prompt, random_model
 from pqcache.pq import codebook
 from pqcache.registry import METHODS, method_class
@@ -92,7 +92,9 @@ class Bench:
         """The row of a kernel that reads so many bytes. error: relative, against fp32."""
         launched = {"us": ours, "torch_us": plain, **({} if flash is None else {"flash_attn_us": flash})}
         calls = {**launched, "recorded_us": self.recorded(ours), "torch_recorded_us": self.recorded(plain)}
-        times = {key: 1e6 * median_seconds(call, self.device, self.rounds) for key, call in calls.items()}
+        times = {
+            key: 1e6 * statistics.median(timed_calls(call, self.device, self.rounds)) for key, call in calls.items()
+        }
         limit = 1e-4 if self.dtype == torch.float32 else 5e-3
         return {"ok": error < limit, "error": error, **times, "gb_s": nbytes / times["recorded_us"] / 1e3}
 

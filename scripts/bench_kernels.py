@@ -34,7 +34,7 @@ from pqcache.pq import codebook
 from pqcache.pq.kmeans import initial_positions, kmeans
 from pqcache.selective import SelectiveCache, attach
 from scripts.bench.arguments import refuse_below
-from scripts.bench.rounds import median_ratio, timed_rounds
+from scripts.bench.rounds import ratios, timed_rounds
 
 # Query heads, KV heads and head dimension of one layer of Mistral-7B.
 HEADS, KV_HEADS, DIM = 32, 8, 128
@@ -51,7 +51,8 @@ Calls = dict[str, Callable[[], Any]]
 
 def show(title: str, times: dict[str, list[float]], ours: str, peers: list[str], notes: Mapping[str, str]) -> float:
     """Print a part's table; the median over the rounds of our time / the fastest peer's."""
-    ratio = median_ratio(times[ours], [min(others) for others in zip(*(times[p] for p in peers), strict=True)])
+    fastest = [min(others) for others in zip(*(times[p] for p in peers), strict=True)]
+    ratio = statistics.median(ratios(times[ours], fastest))
     print(f"\n{title}")
     for name, values in times.items():
         print(f"  {name:<34} {1e3 * statistics.median(values):>10.2f} ms   {notes.get(name, '')}")

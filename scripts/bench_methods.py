@@ -156,9 +156,10 @@ def show_prefill(results: Rounds) -> dict[str, Any]:
     return figures
 
 
-def parser_of(description: str | None) -> argparse.ArgumentParser:
+def arguments(argv: list[str]) -> argparse.Namespace:
+    """Checked options. Methods that do not take this budget are left out, and stderr says so."""
     parser = argparse.ArgumentParser(
-        description=description, formatter_class=argparse.RawDescriptionHelpFormatter, prog="bench_methods.py"
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, prog="bench_methods.py"
     )
     parser.add_argument("--model", default="mistral-7b", choices=list(GEOMETRIES))
     parser.add_argument("--methods", nargs="+", default=MEASURED, choices=MEASURED)
@@ -173,12 +174,6 @@ def parser_of(description: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"))
     parser.add_argument("--threads", type=int, help="of the CPU; default what torch chooses")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    return parser
-
-
-def arguments(argv: list[str], description: str | None) -> argparse.Namespace:
-    """Checked options. Methods that do not take this budget are left out, and stderr says so."""
-    parser = parser_of(description)
     args = parser.parse_args(argv)
     refuse_below(parser, args, steps=1, rounds=1, prefill_rounds=1, prefill_length=0, lengths=1)
     applicable = []
@@ -212,8 +207,8 @@ def decode(
 
 
 @torch.no_grad()
-def main(argv: list[str], description: str | None = __doc__) -> None:
-    args = arguments(argv, description)
+def main(argv: list[str]) -> None:
+    args = arguments(argv)
     if args.threads:
         torch.set_num_threads(args.threads)
     device, dtype = torch.device(args.device), getattr(torch, args.dtype)
@@ -250,4 +245,4 @@ def main(argv: list[str], description: str | None = __doc__) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:], __doc__)
+    main(sys.argv[1:])

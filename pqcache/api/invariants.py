@@ -34,8 +34,8 @@ def _require(ok: bool, why: str) -> None:
 class Subject:
     """A method under one setting: `make()` at a tight budget, `noop()` where it must equal dense attention."""
 
-    cls: type[Method]
-    hyper: dict[str, Any]
+    def __init__(self, cls: type[Method], hyper: dict[str, Any]) -> None:
+        self.cls, self.hyper = cls, hyper
 
     def make(self, **extra: Any) -> Method:
         return self.cls(**{"budget": Budget(ratio=0.25), **self.hyper, **extra})
@@ -65,13 +65,6 @@ class Subject:
                 raise
             return
         _require(False, "a chunk that cuts what is computed together was not refused")
-
-
-class _Own(Subject):
-    """A class of methods under options of a caller."""
-
-    def __init__(self, cls: type[Method], hyper: dict[str, Any]) -> None:
-        self.cls, self.hyper = cls, hyper
 
 
 # -- the invariants ----------------------------------------------------------------------------------------------------
@@ -229,7 +222,7 @@ def check(method: str | type[Method], **options: Any) -> dict[str, str]:
         if not is_known(method):
             raise ValueError(f"method={method!r}: unknown; {suggestion(method, METHODS)}")
         method = method_class(method)
-    subject, model, failed, start = _Own(method, options), small_model(), dict[str, str](), time.perf_counter()
+    subject, model, failed, start = Subject(method, options), small_model(), dict[str, str](), time.perf_counter()
     for name, holds_for in INVARIANTS.items():
         said = "ok"
         try:

@@ -13,6 +13,7 @@ cannot show what was lost; this doubles the memory of the cache. Neither is coun
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from pqcache.diagnostics import measures as m
 from pqcache.selective.attention import row_mask
@@ -195,7 +196,7 @@ class Measures(Watcher):
             # Positions are those of the entries that are left, not of the row.
             if kept is not None:
                 chosen, inside, forced = (_place(x, kept, h, length) for x in (chosen, inside, forced))
-            chosen, inside, forced = (_widen(x, length) for x in (chosen, inside, forced))
+            chosen, inside, forced = (F.pad(x, (0, length - x.shape[2])) for x in (chosen, inside, forced))
             return chosen | forced, (chosen, inside)
         column = torch.arange(length, device=device)
         ends = torch.tensor(ctx.step.total, device=device)[:, None, None]
@@ -252,7 +253,3 @@ def _place(x: torch.Tensor, positions: torch.Tensor, h: int, length: int) -> tor
     at = per_head(positions, h)
     chosen = x[..., : at.shape[2]].expand(-1, h, -1)
     return m.marks(torch.where(chosen, at, -1), length)
-
-
-def _widen(x: torch.Tensor, length: int) -> torch.Tensor:
-    return x if x.shape[2] == length else torch.nn.functional.pad(x, (0, length - x.shape[2]))

@@ -25,10 +25,9 @@ FIELDS = {
 
 
 class Scores(Watcher):
-    """Collects FIELDS of one request of one row. seed: draws the positions from the prompt's last three quarters."""
+    """Collects FIELDS of one request of one row. Positions are drawn from the prompt's last three quarters."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed = seed
+    def __init__(self) -> None:
         self.positions: list[int] = []
         self.scores: dict[int, torch.Tensor] = {}
         self.maps: dict[int, torch.Tensor] = {}
@@ -43,7 +42,7 @@ class Scores(Watcher):
         t = q.shape[1]
         if not self.positions:
             candidates = range(t // 4, t)
-            self.positions = sorted(Random(self.seed).sample(candidates, min(POSITIONS, len(candidates))))
+            self.positions = sorted(Random(0).sample(candidates, min(POSITIONS, len(candidates))))
         self.scores[at] = weights(q, k, torch.tensor(self.positions, device=q.device), call.ctx.scaling).cpu()
         bins = min(BINS, t)
         part = torch.arange(t, device=q.device) * bins // t  # position -> its part

@@ -17,7 +17,7 @@ All names and marks are evaluation words, never seen in training.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from random import Random
@@ -28,8 +28,6 @@ from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from transformers import PreTrainedTokenizerBase
 
 INTRO = (

@@ -38,16 +38,6 @@ def slug(text: str) -> str:
     return re.sub(r"[^A-Za-z0-9.]+", "-", text).strip("-").lower()
 
 
-def median_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Median seconds of `rounds` calls after one that warms up."""
-    return statistics.median(timed_calls(call, device, rounds))
-
-
-def fastest_seconds(call: Callable[[], object], device: torch.device, rounds: int) -> float:
-    """Fewest seconds of `rounds` calls after one that warms up: the time when no other job runs."""
-    return min(timed_calls(call, device, rounds))
-
-
 def seconds(call: Callable[[], object], device: torch.device) -> float:
     """Seconds of one call, from an idle device to an idle device."""
     synchronize(device)
@@ -81,14 +71,14 @@ def copy_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> 
     """Bytes per second, read and written together, of a plain copy within the device's memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    return 2 * nbytes / median_seconds(lambda: target.copy_(source), device, rounds)
+    return 2 * nbytes / statistics.median(timed_calls(lambda: target.copy_(source), device, rounds))
 
 
 def link_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> float:
     """Bytes per second of a copy from pinned host memory to a CUDA device."""
     source = torch.ones(nbytes, dtype=torch.uint8).pin_memory()
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
-    return nbytes / median_seconds(lambda: target.copy_(source, non_blocking=True), device, rounds)
+    return nbytes / statistics.median(timed_calls(lambda: target.copy_(source, non_blocking=True), device, rounds))
 
 
 @torch.no_grad()
@@ -97,7 +87,8 @@ def read_speed(device: torch.device, dtype: torch.dtype, nbytes: int = 1 << 28, 
     side = 1 << 13
     matrix = torch.ones((max(1, nbytes // side // dtype.itemsize), side), dtype=dtype, device=device)
     vector = torch.ones(side, dtype=dtype, device=device)
-    return matrix.numel() * matrix.element_size() / median_seconds(lambda: matrix @ vector, device, rounds)
+    read = matrix.numel() * matrix.element_size()
+    return read / statistics.median(timed_calls(lambda: matrix @ vector, device, rounds))
 
 
 def ceilings(

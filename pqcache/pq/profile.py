@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 
-from pqcache.measure.machine import fastest_seconds
+from pqcache.measure.machine import timed_calls
 from pqcache.pq.fit import Clustering, fit
 from pqcache.pq.schedule import CostModel, Geometry, fit_cost, load_cost, save_cost
 from pqcache.selective.shape import NotApplicable
@@ -78,7 +78,7 @@ def layer_seconds(
     for s in lengths:
         hidden = torch.randn(1, s, config.hidden_size, device=device).to(dtype)
         tables = rotary(hidden, torch.arange(s, device=device)[None])
-        seconds.append(fastest_seconds(partial(layer, hidden, position_embeddings=tables), device, rounds))
+        seconds.append(min(timed_calls(partial(layer, hidden, position_embeddings=tables), device, rounds)))
     return seconds
 
 
@@ -87,7 +87,7 @@ def offload_seconds(config: LlamaConfig, length: int, dtype: torch.dtype, device
     width = 2 * config.num_key_value_heads * config.head_dim
     source = torch.ones(length, width, dtype=dtype, device=device)
     target = torch.empty(length, width, dtype=dtype, pin_memory=device.type == "cuda")
-    return fastest_seconds(partial(target.copy_, source, non_blocking=True), device, rounds)
+    return min(timed_calls(partial(target.copy_, source, non_blocking=True), device, rounds))
 
 
 def cluster_seconds(
@@ -98,4 +98,4 @@ def cluster_seconds(
     points = torch.randn(1, h_kv, keys, d, device=where)
     empty = torch.zeros(1, h_kv, m, 2**b, d // m, device=where)
     how = Clustering(m, b, lambda _: rounds, tol=0.0, seed=0)
-    return fastest_seconds(partial(fit, points, empty, [keys], [0], how), where, repeat)
+    return min(timed_calls(partial(fit, points, empty, [keys], [0], how), where, repeat))

@@ -48,7 +48,7 @@ def peers(layer: AttentionLayer, s: int, steps: int) -> dict[str, Callable[[], d
         if kernels.native(q, *store.view()) and kernels.attend.serves(q, *store.view()):
             ways = {"native dense": native, **ways}
         for name, attention in ways.items():
-            calls[f"{name}, {dtype_name(dtype)}"] = _timed(layer, attention, q, store, steps)
+            calls[f"{name}, {str(dtype).removeprefix('torch.')}"] = _timed(layer, attention, q, store, steps)
     return calls
 
 
@@ -67,16 +67,12 @@ def _timed(
     return call
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
 def fastest(results: Rounds, dtype: torch.dtype) -> tuple[str, float]:
     """The peer with the smallest median among those of a dtype, and that median in seconds."""
     medians = {
         label: statistics.median(round_["own_s"] for round_ in rounds)
         for label, rounds in results.items()
-        if label.endswith(dtype_name(dtype))
+        if label.endswith(str(dtype).removeprefix("torch."))
     }
     label = min(medians, key=lambda each: medians[each])
     return label, medians[label]

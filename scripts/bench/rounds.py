@@ -1,18 +1,17 @@
 """Interleaved rounds and their medians, for all benchmarks.
 
     results = interleaved({"ours": ours, "theirs": theirs}, rounds=5)
-    median_ratio(results["ours"], results["theirs"])
+    statistics.median(ratios(results["ours"], results["theirs"]))
 
 Within a round every row runs once, so that a busy machine slows all rows alike. The first round warms up and is dropped.
 """
 
-import statistics
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
 import torch
+from tqdm import tqdm
 
 from pqcache.measure.machine import seconds
 
@@ -22,16 +21,15 @@ T = TypeVar("T")
 def interleaved(calls: Mapping[str, Callable[[], T]], rounds: int, title: str = "") -> dict[str, list[T]]:
     """What each call returned in each of `rounds` rounds, after one that warms up.
 
-    title: what the progress line on stderr calls this measurement; without it nothing is shown.
+    title: what the progress bar on stderr calls this measurement; without it nothing is shown.
     """
     results: dict[str, list[T]] = {name: [] for name in calls}
-    for turn in range(rounds + 1):
-        for name, call in calls.items():
-            progress(f"{title}: round {turn}/{rounds} {name:30}" if title else "")
-            result = call()
-            if turn:
-                results[name].append(result)
-    progress(" " * 79 if title else "")
+    turns = [(turn, name) for turn in range(rounds + 1) for name in calls]
+    for turn, name in (bar := tqdm(turns, title, leave=False, disable=not title)):
+        bar.set_postfix_str(name)
+        result = calls[name]()
+        if turn:
+            results[name].append(result)
     return results
 
 
@@ -41,20 +39,9 @@ def timed_rounds(calls: Mapping[str, Callable[[], Any]], rounds: int) -> dict[st
     return interleaved(timed, rounds)
 
 
-def progress(text: str) -> None:
-    """Write `text` over the current line of stderr."""
-    if text:
-        print(f"\r{text}", end="" if text.strip() else "\r", file=sys.stderr, flush=True)
-
-
 def ratios(ours: Sequence[float], theirs: Sequence[float]) -> list[float]:
     """ours / theirs of each round."""
     return [a / b for a, b in zip(ours, theirs, strict=True)]
-
-
-def median_ratio(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    """Median over the rounds of ours / theirs."""
-    return statistics.median(ratios(ours, theirs))
 
 
 def spread(values: Sequence[float]) -> str:

@@ -18,7 +18,7 @@ from tests.thin import thin
 @pytest.mark.parametrize("name", thin(smoke.ARCHITECTURES, 3))
 @pytest.mark.rest
 def test_small_models_are_served(name: str) -> None:
-    config = smoke.model_config(name, {})
+    config = smoke.load_config(name, {})
     check_architecture(config)
     assert config.num_attention_heads // config.num_key_value_heads == smoke.ARCHITECTURES[name][1]
     model = AutoModelForCausalLM.from_config(config)

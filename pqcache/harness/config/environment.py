@@ -10,16 +10,14 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, TypedDict
 
-from pqcache import places
+from pqcache import __version__, places
 
 PACKAGES = ("torch", "transformers", "lm_eval", "datasets", "tokenizers", "numpy", "hydra-core")
 
 
 def versions() -> dict[str, str | None]:
     """Package -> version, python and this package included."""
-    import pqcache
-
-    own = {"python": platform.python_version(), "pqcache": pqcache.__version__}
+    own = {"python": platform.python_version(), "pqcache": __version__}
     return {**own, **{package: metadata.version(package) for package in PACKAGES}}
 
 

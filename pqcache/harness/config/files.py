@@ -11,7 +11,6 @@ keeps the values it sets; its other options are listed behind a `#`. config.yaml
 import sys
 import textwrap
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -23,6 +22,7 @@ from pqcache.atomic import write_text
 from pqcache.embedded import WEIGHTS
 from pqcache.fields import comments, option_fields
 from pqcache.harness.config.options import (
+    COMMON,
     DECODE,
     LAUNCHES,
     LM_EVAL,
@@ -45,13 +45,11 @@ OF_FILES = ("path", "gguf", "allow_pickle", "allow_mismatch", *PLACES)
 def generated(configs: Path = CONFIGS) -> dict[Path, str]:
     """Path -> text of every file that the code decides."""
     from pqcache.harness.tasks import PARTS, TASKS, task_class
-    from pqcache.selective import Method
 
     texts = {configs / "config.yaml": _top_level(configs / "config.yaml")}
-    common = [f.name for f in fields(Method)]
     for name in METHODS:
         path = configs / "method" / f"{name}.yaml"
-        texts[path] = _listed(path, method_class(name), common)
+        texts[path] = _listed(path, method_class(name), COMMON)
     for name in (*(name for name in TASKS if name not in PARTS), LM_EVAL):
         path = configs / "task" / f"{name}.yaml"
         texts[path] = _listed(path, task_class(f"{LM_EVAL}:" if name == LM_EVAL else name).Options)

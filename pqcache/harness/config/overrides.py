@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -70,20 +70,16 @@ def part(group: str, name: str) -> dict[str, Any]:
     return node
 
 
-class _Flags(argparse.ArgumentParser):
-    """Flags whose errors are one line each, as those of options are."""
-
-    def error(self, message: str) -> NoReturn:
-        raise Refused([message])
-
-
 def command_line(argv: list[str]) -> argparse.Namespace:
     """Our own flags. `--budget 0.2` is a habit from other programs. Raises Refused for any other flag."""
-    parser = _Flags(prog="run.py", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--multirun", "-m", action="store_true")
     parser.add_argument("--cfg", "-c", choices=["job"])
     parser.add_argument("overrides", nargs="*")
-    known, others = parser.parse_known_intermixed_args(argv)
+    try:
+        known, others = parser.parse_known_intermixed_args(argv)
+    except argparse.ArgumentError as error:
+        raise Refused([str(error)]) from None
     if others:
         keys = [shortened(flag[2:].partition("=")[0] if flag.startswith("--") else "") or "<key>" for flag in others]
         hint = "unknown flag; options are typed as"

@@ -7,18 +7,14 @@ Prompts keep their first and last half of 1024 tokens, answers end after 16. Gri
 Methods, budgets, data sets and everything else of the experiment stay.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pqcache.fields import option_fields
+from pqcache.harness.config.compose import Composed
 from pqcache.harness.tasks import task_class
-
-if TYPE_CHECKING:
-    from pqcache.harness.config.compose import Composed
 
 FOLDER = "smoke"  # below `out`, so that these rows are never mixed with results
 GRID_SIZE = 2  # values that a grid keeps

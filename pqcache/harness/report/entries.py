@@ -24,7 +24,7 @@ from typing import Any
 from pqcache.harness.config.cells import Cell, RunPlan, read_status
 from pqcache.harness.report import published
 from pqcache.harness.report.rows import ROWS, Row, compared, find_full, read_row, read_rows
-from pqcache.harness.report.tables import apart, cell_label, varying_keys
+from pqcache.harness.report.tables import cell_label, varying_keys
 
 AVERAGE = published.AVERAGE
 OF_TWO = ("percent", "gain", "minus", "seconds", "share", "timed")  # columns that are computed from others
@@ -76,12 +76,11 @@ def status(cell: Cell) -> tuple[str, str]:
     return recorded if recorded[0] in ("not applicable", "failed") else ("missing", "")
 
 
-def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[Entry]:
+def table_entries(plan: RunPlan, rows: Mapping[str, Row]) -> list[Entry]:
     """Every number of an experiment's table. Cells that were not measured have the paper's numbers alone.
 
-    rows: cell name -> row; None: those on disk.
+    rows: cell name -> row.
     """
-    rows = rows_of(plan) if rows is None else rows
     columns = dict(plan.report.get("columns") or {"score": "score"})
     keys = [key for key in varying_keys(plan) if key not in ("cell", "method", "model", "task")]
     places = [(c.names, c.identity["budget"], cell_label(c, "model"), cell_label(c, "task")) for c in plan.cells]
@@ -91,7 +90,9 @@ def table_entries(plan: RunPlan, rows: Mapping[str, Row] | None = None) -> list[
         if row is not None and (found := find_full(row, rows.values())) is not None and found["folder"] != cell.name:
             row, full = compared(row, [found]), found
         alike = [c for c, other in zip(plan.cells, places, strict=True) if other == place]  # one that is swept over
-        shown = apart(alike, keys) if cell.names and "seed" not in keys else keys
+        shown = keys
+        if cell.names and "seed" not in keys:  # the keys in which these differ
+            shown = [key for key in keys if len({cell_label(c, key) for c in alike}) > 1]
         entry = Entry(
             experiment=plan.experiment or "",
             model=cell.identity["model"]["name"],

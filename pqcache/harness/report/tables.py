@@ -1,7 +1,7 @@
 """What a run prints: a cell's row in words, and at the end of a sweep a table with a line per cell."""
 
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 
@@ -205,12 +205,6 @@ def cell_label(cell: Cell, key: str) -> str:
     group, _, name = key.partition(".")
     value = cell.identity[group].get(name, "") if name else cell.identity[group]
     return "" if value == "" else masked(str(value))
-
-
-def apart(cells: Iterable[Cell], keys: Sequence[str]) -> list[str]:
-    """The keys in which cells differ."""
-    cells = list(cells)
-    return [key for key in keys if len({cell_label(cell, key) for cell in cells}) > 1]
 
 
 # -- several seeds as one ----------------------------------------------------------------------------------------------

@@ -19,9 +19,10 @@ import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM
 
 from pqcache import selective
@@ -31,19 +32,14 @@ from pqcache.harness.run import answers
 from pqcache.harness.run.memory import Chunks
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prepared, PromptFacts, Reader, Text
+from pqcache.harness.run.recorder import Recorder
 from pqcache.harness.run.samples import PROMPT_END, Missing, Sample, SampleLog, make_sample, target_marks
 from pqcache.harness.run.smoke_models import PROMPT_TOKENS
 from pqcache.registry import method_class
-from pqcache.selective import GenerationResult, NonFinite, OwnPrefill, Prefill, Request, generate, likelihood
+from pqcache.selective import GenerationResult, Method, NonFinite, OwnPrefill, Prefill, Request, generate, likelihood
 from pqcache.selective.fidelity import Fidelity, Reference, read_again, read_reference, write_reference
 from pqcache.selective.lockstep import in_lockstep
 from pqcache.selective.support import attention_kernel
-
-if TYPE_CHECKING:
-    from lm_eval.api.instance import Instance
-
-    from pqcache.harness.run.recorder import Recorder
-    from pqcache.selective import Method, Prefill
 
 # of an answer that a method could not read: task=fidelity finds its numbers in each
 NO_STEPS = json.dumps({"kl": [0.0], "equal": [0], "logprobs": [0.0], "text": ""})

@@ -1,7 +1,5 @@
 """Models: the embedded one, or any causal LM of the Hugging Face hub or a local folder. Their prompts as tokens."""
 
-from __future__ import annotations
-
 import atexit
 import shutil
 import tempfile
@@ -9,17 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from pqcache.embedded import WEIGHTS, load_model, load_tokenizer, model_dir
+from pqcache.embedded.documents import filler_text
 from pqcache.harness.config.options import show
 from pqcache.harness.run import answers, gguf, model_files
 from pqcache.harness.tasks import hub
+from pqcache.measure.roofline import random_config, random_model
 from pqcache.outside import little_memory, reason, refusing, rendering, whole
-
-if TYPE_CHECKING:
-    import torch
-    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from pqcache.selective.placement import home, places
 
 # Where a prompt's last question starts, for tasks that do not say it themselves.
 MARKERS = ("Question:", "Now,", "Answer the question", "Do not provide")
@@ -50,15 +57,11 @@ class LoadedModel:
     @property
     def device(self) -> str:
         """Where prompts go and logits come from."""
-        from pqcache.selective.placement import home
-
         return str(home(self.model))
 
     @property
     def kept(self) -> str:
         """Where the weights are, in words, if they are not all on `device`; else empty."""
-        from pqcache.selective.placement import places
-
         kept = [f"{where} ({parts})" for where, parts in places(self.model).items()]
         return f"weights on {', '.join(kept)}" if kept else ""
 
@@ -139,10 +142,6 @@ class LoadedModel:
 
     def calibration_text(self) -> torch.Tensor:
         """Token ids (1, t) of plain sentences, the same in every run, for methods that calibrate on the model."""
-        import torch
-
-        from pqcache.embedded.documents import filler_text
-
         return torch.tensor([self.encode(filler_text(Random(0), 16_000))])
 
     def question_tokens(self, text: str, markers: Sequence[str] = MARKERS) -> int:
@@ -195,8 +194,6 @@ def opening_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 def pick_device(device: str) -> str:
     """model.device, with auto resolved to cuda or cpu."""
-    import torch
-
     if device != "auto":
         return device
     return "cuda" if torch.cuda.is_available() else "cpu"
@@ -204,13 +201,9 @@ def pick_device(device: str) -> str:
 
 def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The model's configuration alone, to refuse unsupported models before their weights are loaded."""
-    from transformers import AutoConfig, PreTrainedConfig
-
     if name in WEIGHTS:
         return AutoConfig.from_pretrained(model_dir(name), trust_remote_code=False)
     if name == "random":
-        from pqcache.measure.roofline import random_config
-
         return random_config(options["geometry"], options["layers"])
     with model_files.reading(options["path"], "config.json is of no use"):
         path, revision = local_or_hub(options), options["revision"]
@@ -228,19 +221,13 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
     """Load weights and tokenizer. Raises ValueError: one line that names the problem."""
-    import torch
-
     device = pick_device(options["device"])
     if name == "random":
-        from pqcache.measure.roofline import random_model
-
         model = random_model(options["geometry"], options["layers"], getattr(torch, random_dtype(options)), device)
         return replace(text_side(name, options), model=model)
     if name in WEIGHTS:
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
         return _loaded(name, options, load_model(dtype=dtype, device=device, name=name), load_tokenizer())
-    from transformers import AutoModelForCausalLM
-
     with model_files.reading(options["path"]):
         path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
@@ -259,9 +246,10 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             line = f"model.path={path}: has no {model_files.SAFE} ({reason(error)})"
             raise model_files.Unusable(f"{line}; pickled weights are read with model.allow_pickle=true only") from error
         except ValueError as error:
-            if (misfit := map_misfit(options, error)) is None:
+            if options.get("device_map") is None or "device_map" not in str(error):
                 raise
-            raise model_files.Unusable(misfit) from error
+            line = f"model.device_map={show(options['device_map'])}: {reason(error)}"
+            raise model_files.Unusable(line) from error
         model = (model if options.get("device_map") else model.to(device)).eval()
         mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
     return _loaded(name, options, model, tokenizer, mismatch=mismatch)
@@ -269,8 +257,6 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
 
 def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.path`. Raises Unusable, also where a file of its own is missing and it knows no words."""
-    from transformers import AutoTokenizer
-
     with model_files.reading(options["path"], "its tokenizer cannot be loaded"):
         path, revision = local_or_hub(options), options["revision"]
         tokenizer: Any = AutoTokenizer.from_pretrained(path, revision=revision, trust_remote_code=False)
@@ -388,10 +374,3 @@ def place(value: str | int) -> str | int:
     """cuda:1 -> 1, as accelerate names a GPU, and digits -> a number; other texts as they are."""
     text = str(value).removeprefix("cuda:")
     return int(text) if text.isdigit() else text
-
-
-def map_misfit(options: dict[str, Any], error: ValueError) -> str | None:
-    """One line, if the error is that of a device map that does not fit the model."""
-    if options.get("device_map") is None or "device_map" not in str(error):
-        return None
-    return f"model.device_map={show(options['device_map'])}: {reason(error)}"

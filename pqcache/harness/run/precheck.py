@@ -11,9 +11,9 @@ import torch
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import LocalLaunch, Refused, one_line
 from pqcache.harness.config.rules import nearest_existing
-from pqcache.harness.run import model_files, models, smoke_models
+from pqcache.harness.run import model_files, models
 from pqcache.harness.run.prompts import Reader, TooLong
-from pqcache.harness.run.session import Session, model_key
+from pqcache.harness.run.session import Session, model_key, source
 from pqcache.outside import reason
 from pqcache.selective import NotApplicable
 from pqcache.selective.attach import check_config
@@ -97,10 +97,7 @@ def check_models(plan: RunPlan, session: Session) -> None:
 def _config(cell: Cell) -> Any:
     options = dict(cell.identity["model"])
     name = options.pop("name")
-    if cell.run.smoke:
-        config = smoke_models.model_config(name, options)
-    else:
-        config = models.load_config(name, options)
+    config = source(cell).load_config(name, options)
     if options["path"]:  # an architecture that no method can run on
         try:
             check_config(config)

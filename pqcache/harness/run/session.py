@@ -7,7 +7,7 @@ import gc
 import io
 import json
 from dataclasses import replace
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -27,6 +27,12 @@ def model_key(cell: Cell) -> str:
     """Cells with the same key use the same loaded model."""
     given = {name: value for name, value in cell.unhashed["model"].items() if value}
     return json.dumps([cell.identity["model"], cell.device, cell.run.smoke, given], sort_keys=True)
+
+
+def source(cell: Cell) -> ModuleType:
+    """The module that knows the cell's model: `smoke_models` where a small one stands for it, else `models`."""
+    small = cell.run.smoke and cell.identity["model"]["name"] not in smoke_models.AS_THEY_ARE
+    return smoke_models if small else models
 
 
 class Watch:
@@ -98,9 +104,9 @@ class Session:
         """The cell's tokenizer and configuration, as a loaded model has them."""
         options = {**cell.identity["model"], "device": cell.device}
         name = options.pop("name")
-        config = (smoke_models.model_config if cell.run.smoke else models.load_config)(name, options)
+        config = source(cell).load_config(name, options)
         dtype = getattr(torch, models.dtype_name(config, {**options, "name": name}))
-        if cell.run.smoke and name not in smoke_models.AS_THEY_ARE and dtype != torch.bfloat16:
+        if source(cell) is smoke_models and dtype != torch.bfloat16:
             dtype = torch.float32
         # all that a row needs to know of a model
         outline: Any = SimpleNamespace(config=config, dtype=dtype, device=torch.device("cpu"))
@@ -110,8 +116,7 @@ class Session:
         """The cell's tokenizer and prompt protocol, without weights: `model` is None. The last one is kept."""
         if self._text is None or self._text[0] != model_key(cell):
             options = dict(cell.identity["model"])
-            side = (smoke_models if cell.run.smoke else models).text_side
-            self._text = model_key(cell), side(options.pop("name"), options)
+            self._text = model_key(cell), source(cell).text_side(options.pop("name"), options)
         return self._text[1]
 
     def task(self, cell: Cell, loaded: LoadedModel) -> tuple[TaskSpec, TaskDict]:
@@ -172,5 +177,4 @@ def set_seed(tasks: TaskDict, seed: int) -> None:
 def _load(cell: Cell) -> LoadedModel:
     options = {**cell.identity["model"], **cell.unhashed["model"], "device": cell.device}
     options["cache_dir"] = cell.run.cache_dir
-    load = smoke_models.load if cell.run.smoke else models.load
-    return load(options.pop("name"), options)
+    return source(cell).load(options.pop("name"), options)

@@ -32,10 +32,8 @@ AS_THEY_ARE = (*WEIGHTS, "random")  # loaded as they are; config/smoke.py makes 
 tokenizer = cache(load_tokenizer)
 
 
-def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
+def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of the small model that replaces a named one."""
-    if name in AS_THEY_ARE:
-        return models.load_config(name, options)
     kind, group, extra = ARCHITECTURES.get(name) or ("llama", 4, {})  # of a hub id, which is not looked up
     if name not in ARCHITECTURES and Path(str(options["path"])).expanduser().is_dir():
         text: Any = models.load_config("hf", options).get_text_config(decoder=True)
@@ -61,9 +59,7 @@ def model_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
     """The small model with the embedded tokenizer, like models.load. The weights are the same every time."""
-    if name in AS_THEY_ARE:
-        return models.load(name, options)
-    config = model_config(name, options)
+    config = load_config(name, options)
     with torch.random.fork_rng(devices=[]):  # asking GPUs for theirs would open a context on each
         torch.manual_seed(zlib.crc32(name.encode()))
         model = AutoModelForCausalLM.from_config(config)
@@ -74,9 +70,7 @@ def load(name: str, options: dict[str, Any]) -> models.LoadedModel:
 
 def text_side(name: str, options: dict[str, Any]) -> models.LoadedModel:
     """The embedded tokenizer and the prompt protocol, without the weights: `model` is None."""
-    if name in AS_THEY_ARE:
-        return models.text_side(name, options)
     nothing: Any = None
     chat = True if options["chat"] is None else options["chat"]
-    longest = models.longest(model_config(name, options), {**options, "max_length": None})
+    longest = models.longest(load_config(name, options), {**options, "max_length": None})
     return models.LoadedModel(name, nothing, tokenizer(), chat, options["system"], longest, f"smoke {name}")

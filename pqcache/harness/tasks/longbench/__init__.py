@@ -34,7 +34,7 @@ from pqcache.fields import MOST
 from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec, generation_task, require
 from pqcache.harness.tasks.longbench import data_sets
-from pqcache.harness.tasks.longbench.constructed import SHORTEST, Count, construct
+from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
 from pqcache.naming import suggestion
 from pqcache.outside import file_hash, refusing
 
@@ -118,9 +118,6 @@ class LongBench(Task[LongBenchOptions]):
         """lm-eval task -> its rows"""
         return {f"longbench_{dataset}": rows[:limit]}
 
-    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
-        return construct(dataset, samples, self.options.constructed_tokens, seed, count)
-
     def longest(self, *, limit: int | None, model_name: str) -> Longest:
         """Prompts are cut to the model's room, so that only a requested or published length can be too long."""
         tokens = self.cut(model_name)
@@ -131,7 +128,8 @@ class LongBench(Task[LongBenchOptions]):
         if isinstance(self.options.max_length, int):
             return self.options.max_length
         lengths = data_sets.KVCACHE_FACTORY if self.options.max_length else data_sets.MAX_LENGTH
-        return next((tokens for name in names if (tokens := data_sets.max_length(name, lengths))), 0)
+        plain = [name.lower().replace("_", "-").removesuffix("-hf") for name in names]
+        return next((tokens for name in plain for model, tokens in lengths.items() if model in name), 0)
 
     def prepare(self, *, limit: int | None) -> None:
         if "multifieldqa_zh" in self.datasets() and importlib.util.find_spec("jieba") is None:
@@ -156,8 +154,9 @@ class LongBench(Task[LongBenchOptions]):
         def count(text: str) -> int:
             return len(request.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
-        samples = request.samples(GENERATED)
-        rows = {dataset: self.constructed_rows(dataset, samples, request.seed, count) for dataset in self.datasets()}
+        tokens, seed = self.options.constructed_tokens, request.seed
+        samples = request.samples(GENERATED) * (len(data_sets.BUCKETS) if self.sorts else 1)  # for each bucket
+        rows = {name: construct(name, samples, tokens, seed, count, e=self.sorts) for name in self.datasets()}
         return rows, sources.facts_of(sources.CONSTRUCTED, {})
 
     def read(self, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:
@@ -199,11 +198,6 @@ class LongBenchE(LongBench):
             if members := [row for row in rows if least <= row["length"] < end][:limit]:
                 buckets[f"longbench_e_{dataset}_{name}"] = members
         return buckets
-
-    def constructed_rows(self, dataset: str, samples: int, seed: int, count: Count) -> list[dict[str, Any]]:
-        """`samples` for each bucket."""
-        tokens = self.options.constructed_tokens
-        return construct(dataset, samples * len(data_sets.BUCKETS), tokens, seed, count, e=True)
 
 
 def read_archive(files: dict[str, str], revision: str | None, limit: int | None) -> tuple[RowsByDataset, sources.Facts]:

@@ -87,12 +87,6 @@ def fill(dataset: str, row: dict[str, Any]) -> str:
     return re.sub(r"\{(context|input)\}", lambda match: row[match[1]], template(dataset))
 
 
-def max_length(model: str, lengths: dict[str, int] = MAX_LENGTH) -> int | None:
-    """The published truncation length of a model by its name or path; None if there is none."""
-    plain = model.lower().replace("_", "-").removesuffix("-hf")
-    return next((tokens for name, tokens in lengths.items() if name in plain), None)
-
-
 def checked(dataset: str, row: dict[str, Any], where: str) -> dict[str, Any]:
     """A row in LongBench's format. Raises a one-line ValueError for one that cannot be graded."""
     row = as_said(row, {**FIELDS, **_GRADED.get(dataset, {})}, where)
