@@ -1,9 +1,9 @@
 """A tiny random model with a real tokenizer in a local folder, and the harness called as from a shell."""
 
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from random import Random
 from typing import Any
 
 import pytest
@@ -16,19 +16,19 @@ from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
 
 import run  # noqa: E402
 from pqcache import selective  # noqa: E402
-from pqcache.embedded.documents import filler_text  # noqa: E402
+from pqcache.embedded import load_tokenizer, model_dir  # noqa: E402
 from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
 from pqcache.harness.run.samples import SampleLog  # noqa: E402
 from tests.harness.cells import model_options, on_model, watch  # noqa: E402
 from tests.threads import threads  # noqa: E402
-from tests.tokenizer import save_tokenizer, train_tokenizer  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:
-    """A random two-layer Qwen2 of 64 dimensions with a byte-level tokenizer and a chat template."""
-    rng = Random(0)
-    tokenizer = train_tokenizer([filler_text(rng, 4000) for _ in range(4)], max_length=4096)
-    save_tokenizer(tokenizer, folder)
+    """A random two-layer Qwen2 of 64 dimensions with the tokenizer and the chat template of the embedded model."""
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(model_dir() / name, folder)
+    tokenizer = load_tokenizer()
     torch.manual_seed(0)
     config = Qwen2Config(
         vocab_size=len(tokenizer),
