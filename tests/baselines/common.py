@@ -1,4 +1,4 @@
-"""What the tests of the retrieval methods share: one layer of a large model's geometry, filled directly; recorded selections."""
+"""What tests of the methods share: a method by its name, one layer of a large model's geometry, filled directly."""
 
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from baselines.infinigen import InfiniGen, SpeculativeIndex, partial_basis, skew
-from pqcache.selective import Method
+from pqcache.registry import method_class
+from pqcache.selective import Budget, Method
 from pqcache.selective.layer import LayerContext, Step
 from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
@@ -22,6 +23,10 @@ RETRIEVERS: dict[str, dict[str, Any]] = {  # options for prompts of a hundred to
     "quest": {"page": 4},
     "sparq": {"r": 3},
 }
+
+
+def made(name: str, budget: float | int = 1.0, **options: Any) -> Any:
+    return method_class(name)(budget=Budget.parse(budget), **options)
 
 
 def context(step: Step, shape: ModelShape, ledger: Ledger, module: nn.Module | None = None) -> LayerContext:

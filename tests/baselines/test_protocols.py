@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from pqcache.registry import method_class
-from pqcache.selective import Budget
+from tests.baselines.common import made
 
 LRU = {"cache_policy": "lru", "n_sink": 32, "recent_ratio": 0.5}
 # method, options -> what it fills in
@@ -121,36 +120,31 @@ PLANS: list[tuple[str, dict[str, Any], int, int, tuple[int, int, int]]] = [
 ]  # fmt: skip
 
 
-def made(name: str, options: dict[str, Any]) -> Any:
-    return method_class(name)(**{**options, "budget": Budget.parse(options.get("budget", 1.0))})
-
-
 @pytest.mark.parametrize(("name", "options", "expected"), DEFAULTS)
 def test_defaults(name: str, options: dict[str, Any], expected: dict[str, Any]) -> None:
-    method = made(name, options)
+    method = made(name, **options)
     assert {key: getattr(method, key) for key in expected} == expected
 
 
 @pytest.mark.parametrize(("name", "options", "s", "layer", "expected"), PLANS)
 def test_plans(name: str, options: dict[str, Any], s: int, layer: int, expected: tuple[int, int, int]) -> None:
-    plan = made(name, options).plan(s, layer, 32)
+    plan = made(name, **options).plan(s, layer, 32)
     assert (plan.sinks, plan.local, plan.k) == expected
 
 
 def test_parts_follow_the_protocol_of_the_whole() -> None:
     for protocol in ("paper", "release"):
-        coded = made("coded", {"budget": 0.2, "policy": "pqcache", "codec": "kivi", "protocol": protocol})
+        coded = made("coded", budget=0.2, policy="pqcache", codec="kivi", protocol=protocol)
         assert coded.chooser.protocol == coded.coder.protocol == protocol
-    paper = made("evict_retrieve", {"protocol": "paper", "budget": 0.2, "retrieve": "clusterkv"})
+    paper = made("evict_retrieve", protocol="paper", budget=0.2, retrieve="clusterkv")
     assert paper.evictor.n_sink == 0 and paper.retriever.protocol == "paper"
-    two = made("two_stage", {"first": "clusterkv", "budget": 0.2})
+    two = made("two_stage", first="clusterkv", budget=0.2)
     assert two.shortener.reduce == "sum_softmax"
-    assert made("two_stage", {}).shortener.reduce == "sum_logit"
-    assert made("two_stage", {"reduce": "none"}).shortener.reduce == "none"
+    assert made("two_stage").shortener.reduce == "sum_logit"
+    assert made("two_stage", reduce="none").shortener.reduce == "none"
     quest, clusters = (
-        made("two_stage", {"protocol": "release", "first": first, "budget": 512}).shortener
-        for first in ("quest", "clusterkv")
+        made("two_stage", protocol="release", first=first, budget=512).shortener for first in ("quest", "clusterkv")
     )
     assert (quest.least_pages, quest.newest, clusters.clusters, clusters.window) == (3, False, 400, 0)
-    crush = made("kvcrush", {"budget": 672, "protocol": "release"})
+    crush = made("kvcrush", budget=672, protocol="release")
     assert crush.evictor.w == 16 and crush.representatives(crush.plan(1500, 0, 32)) == 168

@@ -4,21 +4,17 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from pqcache.registry import method_class
-from pqcache.selective import Budget, Method, generate, likelihood
+from pqcache.selective import generate, likelihood
 from pqcache.selective.fidelity import first_divergence, read_reference, write_reference
+from tests.baselines.common import made
 
 PROMPT = torch.arange(7, 107)[None] % 128
 
 
-def method(name: str, ratio: float, **options: object) -> Method:
-    return method_class(name)(budget=Budget(ratio=ratio), **options)
-
-
 def test_the_numbers_are_those_of_a_plain_loop(llama: PreTrainedModel) -> None:
-    full = write_reference(llama, method("full", 1.0), PROMPT, tokens=16)
-    assert full.token_ids == generate(llama, method("full", 1.0), PROMPT, max_new_tokens=16).token_ids
-    narrow = method("streaming", 0.3, n_sink=2)
+    full = write_reference(llama, made("full"), PROMPT, tokens=16)
+    assert full.token_ids == generate(llama, made("full"), PROMPT, max_new_tokens=16).token_ids
+    narrow = made("streaming", 0.3, n_sink=2)
     read = read_reference(llama, narrow, PROMPT, full)
     whole = torch.cat([PROMPT, torch.tensor([full.token_ids])], dim=1)
     # another loop: the scored tokens of a given text
@@ -37,9 +33,9 @@ def test_the_numbers_are_those_of_a_plain_loop(llama: PreTrainedModel) -> None:
 
 @pytest.mark.rest
 def test_first_divergence_is_where_a_free_run_leaves(llama: PreTrainedModel) -> None:
-    full = write_reference(llama, method("full", 1.0), PROMPT, tokens=24)
+    full = write_reference(llama, made("full"), PROMPT, tokens=24)
     seen = set()
-    narrows = [method("streaming", 0.2), method("oracle", 0.7), method_class("int8")(), method_class("kivi")(group=16)]
+    narrows = [made("streaming", 0.2), made("oracle", 0.7), made("int8"), made("kivi", group=16)]
     for narrow in narrows:
         read = read_reference(llama, narrow, PROMPT, full)
         free = generate(llama, narrow, PROMPT, max_new_tokens=24).token_ids
@@ -50,9 +46,9 @@ def test_first_divergence_is_where_a_free_run_leaves(llama: PreTrainedModel) -> 
 
 
 def test_an_end_token_ends_the_reference_but_does_not_begin_it(llama: PreTrainedModel) -> None:
-    whole = write_reference(llama, method("full", 1.0), PROMPT, tokens=8).token_ids
+    whole = write_reference(llama, made("full"), PROMPT, tokens=8).token_ids
     assert len(set(whole)) > 2
-    first = write_reference(llama, method("full", 1.0), PROMPT, tokens=8, end=whole[:1])
+    first = write_reference(llama, made("full"), PROMPT, tokens=8, end=whole[:1])
     assert first.token_ids[0] != whole[0] and len(first.token_ids) > 1
     with pytest.raises(ValueError, match="tokens=1: allowed is an int >= 2"):
-        write_reference(llama, method("full", 1.0), PROMPT, tokens=1)
+        write_reference(llama, made("full"), PROMPT, tokens=1)

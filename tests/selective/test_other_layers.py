@@ -9,13 +9,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 from baselines import infinigen
 from pqcache.diagnostics import Capture
-from pqcache.registry import METHODS, method_class
-from pqcache.selective import Budget, Method, NotApplicable, SelectiveCache, attach, generate, record
+from pqcache.registry import METHODS
+from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate, record
 from pqcache.selective.hybrid import READS_STATES, tensors
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.shape import served
 from pqcache.selective.sliding import SlidingLayer
 from scripts.try_architectures import FAMILIES, SMALL
+from tests.baselines.common import made
 from tests.thin import thin
 
 WINDOW, S = 16, 52  # prompts of more than three windows
@@ -49,10 +50,6 @@ def small(kind: str) -> PreTrainedModel:
 @pytest.fixture(scope="module", params=thin([*SLIDING, *HYBRID, *ALL_SLIDE], 3))
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return small(request.param)
-
-
-def method(name: str = "full", ratio: float = 1.0) -> Method:
-    return method_class(name)(budget=Budget(ratio=ratio))
 
 
 def prompt(pad: int = 21) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,7 +86,7 @@ def test_logits_are_those_of_transformers(model: PreTrainedModel, sizes: list[in
     theirs = logits(model, stock, sizes, masked=True)
     for masked in (True, False):
         with attach(model):
-            cache = SelectiveCache(model, method())
+            cache = SelectiveCache(model, made("full"))
             cache.begin([21, 42], left_padded=True)
             ours = logits(model, cache, sizes, masked)
         assert (ours - theirs).abs().max() < 1e-9
@@ -111,7 +108,7 @@ def test_generate(model: PreTrainedModel, how: dict[str, int]) -> None:
     call = partial(model.generate, ids, attention_mask=mask, max_new_tokens=20, do_sample=False, **how)
     theirs = call()
     with attach(model):
-        cache = SelectiveCache(model, method())
+        cache = SelectiveCache(model, made("full"))
         if "prefill_chunk_size" in how:
             cache.begin([S, S])
         assert torch.equal(call(past_key_values=cache), theirs)
@@ -134,7 +131,7 @@ def test_methods_serve_the_layers_of_attention(model: PreTrainedModel, names: tu
     prefill, works, alone = record(model, ids, prefill_chunk=15, device="cpu"), [], {}
     for name in names:
         try:
-            one = method(name, 1.0 if name == "full" else 0.3)
+            one = made(name, 1.0 if name == "full" else 0.3)
             one.prepare(model, ids.repeat(1, 8), None)
             torch.manual_seed(0)
             alone[name] = generate(model, one, ids, max_new_tokens=5)
@@ -157,12 +154,12 @@ def test_full_keeps_windows_where_all_layers_slide(model: PreTrainedModel) -> No
     """Beyond the window no method has anything to choose; Full counts what it attends, and crops what has not left it."""
     ids = prompt()[0][1:]
     plain = model.generate(ids, max_new_tokens=5, min_new_tokens=5, do_sample=False)[0, S:].tolist()
-    one = generate(model, method(), ids, max_new_tokens=5)
+    one = generate(model, made("full"), ids, max_new_tokens=5)
     assert (one.token_ids, one.attended_tokens) == (plain, WINDOW)
     with pytest.raises(NotApplicable, match="beyond it method=full alone applies"):
-        generate(model, method("pqcache", 0.3), ids, max_new_tokens=5)
+        generate(model, made("pqcache", 0.3), ids, max_new_tokens=5)
     with attach(model), torch.no_grad():
-        cache = SelectiveCache(model, method())
+        cache = SelectiveCache(model, made("full"))
         model(ids[:, :10], past_key_values=cache, use_cache=True)
         cache.crop(-3)
         for end in range(8, 18):
@@ -200,7 +197,7 @@ def test_a_refused_pass_is_not_continued(model: PreTrainedModel) -> None:
     """Layers before the first attention have taken its tokens in."""
     ids = prompt()[0][1:]
     with attach(model):
-        cache = SelectiveCache(model, method())
+        cache = SelectiveCache(model, made("full"))
         cache.begin([8])
         with pytest.raises(ValueError, match="crosses the end"):
             model(ids[:, :9], past_key_values=cache, use_cache=True)

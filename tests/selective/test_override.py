@@ -4,9 +4,10 @@ from typing import Any
 
 import pytest
 
-from pqcache.registry import METHODS, method_class
+from pqcache.registry import METHODS
 from pqcache.selective import Budget
 from pqcache.selective.override import overriding
+from tests.baselines.common import made
 from tests.thin import thin
 
 # method, hyper-parameters, budget, prompt -> the hyper-parameter that is named
@@ -42,10 +43,6 @@ OBEYED: list[tuple[str, dict[str, Any], float | int, int]] = [
     ("zipcache", {"gap": 5000}, 0.2, 2048),  # its budget counts bits
     ("kivi", {}, 0.2, 2048),  # has none
 ]
-
-
-def made(name: str, budget: float | int, **hyper: Any) -> Any:
-    return method_class(name)(budget=Budget.parse(budget), **hyper)
 
 
 @pytest.mark.parametrize(("name", "hyper", "budget", "s", "named"), OVERRIDDEN)
