@@ -2,23 +2,18 @@
 
 import copy
 import functools
-from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from pqcache.api.drive import logits, tokens
-from pqcache.registry import method_class
-from pqcache.selective import Budget
 from tests.baselines.drive import held, run
-from tests.baselines.test_evictors import EVICTORS
+from tests.invariants.cases import BY_ID
 from tests.invariants.conftest import build
 
-QUARTER: dict[str, Any] = {"budget": Budget(ratio=0.25)}
-METHODS = {name: EVICTORS[name] for name in ("h2o", "h2o-static", "snapkv", "pyramidkv", "kvcrush")}
-METHODS["kvcrush-pages"] = {"base": "h2o", "page": 2, "base_options": {"n_sink": 4}}
-METHODS["kvcrush_mixed"] = {"bits": 4, "group": 8, "base_options": {"n_sink": 4, "w": 8}}
+METHODS = {name: BY_ID[name].make for name in ("h2o", "h2o-1", "snapkv", "pyramidkv", "kvcrush", "kvcrush_mixed")}
+METHODS["kvcrush-pages"] = functools.partial(BY_ID["kvcrush-1"].make, page=2)  # of 8 all heads would hold the same
 
 
 @functools.cache
@@ -40,11 +35,11 @@ def repeated() -> PreTrainedModel:
 @pytest.mark.rest
 def test_it_is_the_method_on_repeated_keys_and_values(llama: PreTrainedModel, name: str) -> None:
     """The same tokens in every query head, the same outputs and bytes; in chunks, in batches, and after a new turn."""
-    cls, hyper = method_class(name.partition("-")[0]), METHODS[name]
-    ours, reference = cls(**QUARTER, **hyper, repeat_kv=True), cls(**QUARTER, **hyper)
+    make = METHODS[name]
+    ours, reference = make(repeat_kv=True), make()
     prompt = {"s": 120, "steps": 6, "turn": 25}
     a, b = run(llama, ours, chunk=50, **prompt), run(repeated(), reference, **prompt)
-    per_kv = run(llama, cls(**QUARTER, **hyper), **prompt)
+    per_kv = run(llama, make(), **prompt)
     for x, y, z in zip(a.layers, b.layers, per_kv.layers, strict=True):
         assert len(held(x)) == 4 and held(x) == held(y)
         assert len(held(z)) == 2
