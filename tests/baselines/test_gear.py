@@ -11,9 +11,9 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 PLAIN = {"rank": 0, "new_rank": 0}
 
 
-def written_out(vector: torch.Tensor, bits: int, group: int | None, share: float) -> tuple[torch.Tensor, list[int]]:
-    """A vector as quantized around its outliers, and where these are."""
-    side = int(share * len(vector) / 2 + 1e-9)
+def written_out(vector: torch.Tensor, bits: int, group: int | None, share: float | int) -> torch.Tensor:
+    """A vector as quantized around its outliers. share: of outliers; a whole number: how many on either side."""
+    side = share if isinstance(share, int) else int(share * len(vector) / 2 + 1e-9)
     order = sorted(range(len(vector)), key=lambda i: (float(vector[i]), i))
     largest = sorted(range(len(vector)), key=lambda i: (-float(vector[i]), i))[:side]
     out = largest + [i for i in order if i not in largest][:side]
@@ -23,20 +23,20 @@ def written_out(vector: torch.Tensor, bits: int, group: int | None, share: float
     parts = [rounded(part, bits) for part in filled.split(group or len(vector))]
     back = torch.cat(parts)
     back[out] = vector[out]
-    return back, out
+    return back
 
 
-def by_hand(x: torch.Tensor, keys: bool, bits: int, group: int | None, share: float) -> torch.Tensor:
+def by_hand(x: torch.Tensor, keys: bool, bits: int, group: int | None, share: float | int) -> torch.Tensor:
     """One block x (h, l, d) without its low-rank part."""
     x = x.float().clone()
     h, length, d = x.shape
     if keys:
         for head in range(h):
             for channel in range(d):
-                x[head, :, channel] = written_out(x[head, :, channel], bits, group, share)[0]
+                x[head, :, channel] = written_out(x[head, :, channel], bits, group, share)
         return x
     for token in range(length):
-        x[:, token] = written_out(x[:, token].flatten(), bits, group, share)[0].view(h, d)
+        x[:, token] = written_out(x[:, token].flatten(), bits, group, share).view(h, d)
     return x
 
 

@@ -11,7 +11,8 @@ from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule
 from pqcache.api.drive import Session, tokens
 from pqcache.selective import Budget, SelectiveCache, attach
-from tests.baselines.fed import Fed, rounded
+from tests.baselines.fed import Fed
+from tests.baselines.test_gear import by_hand
 from tests.drawn import drawn
 
 pytestmark = pytest.mark.rest
@@ -29,23 +30,6 @@ def test_kivi_is_the_same_under_every_protocol() -> None:
 # -- GEAR ---------------------------------------------------------------------------------------------------------------
 
 
-def block(x: torch.Tensor, keys: bool, side: int, bits: int = 4) -> torch.Tensor:
-    """One block x (h, l, d) without a low-rank part: outliers apart, the mean of all numbers in their places."""
-    vectors = x.transpose(1, 2).flatten(0, 1) if keys else x.transpose(0, 1).flatten(1)
-    back = []
-    for vector in vectors:
-        out = [*vector.topk(side).indices.tolist(), *vector.topk(side, largest=False).indices.tolist()]
-        filled = vector.clone()
-        filled[out] = vector.mean()
-        near = rounded(filled, bits)
-        near[out] = vector[out]
-        back.append(near)
-    whole = torch.stack(back)
-    if keys:
-        return whole.view(x.shape[0], x.shape[2], -1).transpose(1, 2)
-    return whole.view(x.shape[1], x.shape[0], -1).transpose(0, 1)
-
-
 def test_gear_codes_the_whole_cache_again_at_every_multiple_of_its_buffer() -> None:
     """20 prompt tokens stay exact; at 24 all are one block, at 32 all are coded again from what they decode to."""
     method = GEAR(protocol="release", residual=8, outliers=0.3, rank=0, new_rank=0)
@@ -57,12 +41,12 @@ def test_gear_codes_the_whole_cache_again_at_every_multiple_of_its_buffer() -> N
     assert fed.store.k.body == [0] and fed.store.k.tails == [23]
     fed.step(k[:, :, 23:24], v[:, :, 23:24])
     assert fed.store.k.body == fed.store.v.body == [24] and fed.store.k.tails == [0]
-    once = [block(x[0, :, :24], keys, side) for x, keys in ((k, True), (v, False))]
+    once = [by_hand(x[0, :, :24], keys, 4, None, side) for x, keys in ((k, True), (v, False))]
     torch.testing.assert_close([*fed.row(0)], once, rtol=0, atol=1e-5)
     fed.steps(k[:, :, 24:], v[:, :, 24:])
     assert fed.store.k.body == [32] and fed.store.k.tails == fed.store.v.tails == [1]
     for got, first, x, keys in zip(fed.row(0), once, (k, v), (True, False), strict=True):
-        want = block(torch.cat([first, x[0, :, 24:32]], 1), keys, side)
+        want = by_hand(torch.cat([first, x[0, :, 24:32]], 1), keys, 4, None, side)
         torch.testing.assert_close(got[:, :32], want, rtol=0, atol=1e-5)
         assert torch.equal(got[:, 32:], x[0, :, 32:])
 
