@@ -5,12 +5,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import PreTrainedModel
-from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from baselines.double_sparsity import DoubleSparsity
+from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.api.drive import logits, tokens
-from pqcache.selective import Budget, SelectiveCache
+from pqcache.diagnostics import Capture
+from pqcache.selective import Budget, SelectiveCache, generate
 
 QUARTER = Budget(ratio=0.25)
 
@@ -21,28 +22,11 @@ def prepared(model: PreTrainedModel, **hyper) -> DoubleSparsity:
     return method
 
 
-def rotated(model: PreTrainedModel, ids: torch.Tensor, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q (h, t, d) and k (h_kv, t, d) of a layer after RoPE, from the model's own modules."""
-    attention, outputs = model.model.layers[layer].self_attn, {}
-    hooks = [
-        getattr(attention, name).register_forward_hook(lambda _, __, out, name=name: outputs.update({name: out}))
-        for name in ("q_proj", "k_proj")
-    ]
-    with torch.no_grad():
-        model(ids)
-    for hook in hooks:
-        hook.remove()
-    q, k = (outputs[name].unflatten(-1, (-1, 16)).transpose(1, 2) for name in ("q_proj", "k_proj"))
-    cos, sin = model.model.rotary_emb(q, torch.arange(ids.shape[1])[None])
-    q, k = apply_rotary_pos_emb(q, k, cos, sin)
-    return q[0], k[0]
-
-
 @pytest.mark.parametrize("channel", ["qk", "q", "k"])
 def test_heavy_channels_are_those_of_largest_weight(llama: PreTrainedModel, channel: str) -> None:
-    """Token by token and head by head, from q and k of the plain model; four query heads share two KV heads."""
-    ids = torch.tensor([tokens(64, 9)])
-    q, k = rotated(llama, ids, layer=1)
+    """Token by token and head by head, from q and k of a full cache's run; four query heads share two KV heads."""
+    generate(llama, Full(), torch.tensor([tokens(64, 9)]), max_new_tokens=1, watchers=[capture := Capture()])
+    q, k = capture.calls[1].q[0], capture.calls[1].k[0]
     method = prepared(llama, channel=channel, channel_ratio=0.25)
     for kv_head, chosen in enumerate(method.channels[llama.model.layers[1].self_attn].tolist()):
         weight = [0.0] * 16
