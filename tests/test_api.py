@@ -295,18 +295,6 @@ def test_of_two_threads_that_enter_at_once_one_is_refused(
         assert sorted(pool.map(enter, range(2))) == [False, True]
 
 
-def test_a_loop_of_one_s_own(llama: PreTrainedModel) -> None:
-    ids = tokens(100, 3)
-    with pqcache.use(llama, "pqcache", **SETTINGS["pqcache"]) as session:
-        expected = llama.generate(ids, max_new_tokens=5, **GREEDY)[0, 100:].tolist()
-        cache, step, mine = session.cache(), ids, []
-        with torch.no_grad():
-            for _ in range(5):
-                step = llama(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
-                mine.append(int(step))
-    assert mine == expected
-
-
 def test_a_report_before_any_call(llama: PreTrainedModel) -> None:
     with pqcache.use(llama) as session, pytest.raises(RuntimeError, match=r"no call of model\.generate"):
         session.report()

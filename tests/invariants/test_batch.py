@@ -118,7 +118,14 @@ def test_a_timed_batch(llama: PreTrainedModel) -> None:
     assert three.resident_bytes["device"] == 3 * one.resident_bytes["device"]
 
 
-@pytest.mark.parametrize(("ids", "new", "question"), [([], 1, 0), ([3], 0, 0), ([3, 4], 1, 2)])
-def test_bad_requests(ids: list[int], new: int, question: int) -> None:
-    with pytest.raises(ValueError, match="allowed is"):
+@pytest.mark.parametrize(
+    ("ids", "new", "question", "message"),
+    [
+        ([], 1, 0, "ids: allowed is"),
+        ([3], 0, 0, "max_new_tokens=0: allowed is"),
+        ([3, 4], 1, 2, "question_tokens=2: allowed is 0..1"),
+    ],
+)
+def test_bad_requests(ids: list[int], new: int, question: int, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         Request(ids, new, question_tokens=question)

@@ -12,7 +12,6 @@ from pqcache.api.drive import Session, logits, pad_left, small_model, tokens
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach, generate
 from tests.invariants.cases import SMALL, Case, each_kind
-from tests.invariants.conftest import build
 
 
 @torch.no_grad()
@@ -196,18 +195,6 @@ def test_a_sample_beyond_the_sliding_window_is_refused_before_it_starts(kind: Ca
         ids, max_new_tokens=10, do_sample=False, eos_token_id=None, attention_mask=torch.ones_like(ids)
     )
     assert generate(model, kind.noop(), ids, max_new_tokens=10).token_ids == stock[0, 50:].tolist()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens=0"),
-        ({"max_new_tokens": 2, "question_tokens": 10}, "question_tokens=10: allowed is 0..9"),
-    ],
-)
-def test_bad_arguments_of_generate(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        generate(build("llama"), Full(), torch.tensor([tokens(10, 1)]), **options)
 
 
 def test_question_as_decode_is_dense_prefill_for_full(llama: PreTrainedModel) -> None:
