@@ -27,9 +27,9 @@ def folder(tmp_path: Path) -> Path:
         made |= {"resident_bytes": {"device": share * 1000}, "extra": {}, "tpot_p50_ms": 5.0, "paired_with": None}
         return made | {"budget_ratio": 1.0 if method == "full" else 0.2, "hyper_parameters": {}}
 
-    # differences to Full: 0; -10 each; +8 and -8 in turn, whose mean is 0 and standard deviation 8.26; 0
-    found = [row("full", 1, [90] * 16), row("snapkv", 0.2, [90] * 16), row("streaming", 0.2, [80] * 16)]
-    found += [row("h2o", 0.1, [98, 82] * 8), row("quest", 1.1, [90] * 16)]
+    # differences to Full: +1 and -1 in turn; -10 each; +8 and -8 in turn, whose mean is 0 and standard deviation 8.26; 0; 0
+    found = [row("full", 1, [90] * 16), row("snapkv", 0.15, [91, 89] * 8), row("streaming", 0.2, [80] * 16)]
+    found += [row("h2o", 0.1, [98, 82] * 8), row("quest", 1.1, [90] * 16), row("tova", 0.12, [90] * 16)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
     return tmp_path
 
@@ -37,7 +37,9 @@ def folder(tmp_path: Path) -> Path:
 def test_verdicts_and_samples_follow_from_the_paired_differences(folder: Path) -> None:
     said = advice(str(folder), "0.25", "-2")
     lines = {line.split()[0]: line for line in said.splitlines() if line.strip()}
-    assert lines["snapkv"].endswith("meets") and "[+0.0, +0.0]" in lines["snapkv"]
+    assert lines["snapkv"].endswith("meets") and "[-0.5, +0.5]" in lines["snapkv"]
+    # 100 (1 - 0.025^(1/16)) = 20.6; of 183 equal ones it is below 2
+    assert "[-20.6, +20.6]" in lines["tova"] and "cannot be told: about 183 samples" in lines["tova"]
     # (1.96 x 8.26 / 2)^2 = 65.5
     assert "cannot be told: about 66 samples" in lines["h2o"] and " * " in lines["h2o"]
     assert "streaming" not in lines and "quest" not in lines
@@ -45,7 +47,7 @@ def test_verdicts_and_samples_follow_from_the_paired_differences(folder: Path) -
     assert "memory=0.25 quality=-2: snapkv budget=0.2 meets them." in said
     assert "-m method=full,snapkv budget=0.2 model=smollm2-135m-instruct task=prompts task.source=prompts.jsonl" in said
     # without it one that may; with tighter limits none
-    assert "h2o budget=0.2 may meet them" in advice(str(folder), "0.15", "-2")
+    assert "h2o budget=0.2 may meet them" in advice(str(folder), "0.11", "-2")
     assert "no measured method meets them" in advice(str(folder), "0.05", "-2")
 
 

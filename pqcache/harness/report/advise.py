@@ -5,6 +5,7 @@ python run.py advise=<folder of rows, or a model> [memory=0.25] [quality=-2]
 memory: bytes of the cache on the device as a share of Full's. quality: points to Full on the same samples that may be lost.
 A method meets the limit of quality where its whole 95 % interval is above it, misses it where all of it is below, and else
 cannot be told: then the spread of the paired differences says how many samples would settle it, if their mean and spread stay.
+Scores that are all equal have no spread: of so many samples none would have to differ.
 Only what was measured is judged: nothing is said of another budget, task, length or store.
 """
 
@@ -66,6 +67,8 @@ class Candidate:
     def needed(self, quality: float) -> int | None:
         """Samples after which the interval would leave the limit on one side; None where the mean is on it."""
         gap = abs(self.loss - quality)
+        if gap and not self.loss and not self.error:  # see score_statistics.interval_of_differences
+            return math.ceil(math.log((1 - score_statistics.CONFIDENCE) / 2) / math.log(1 - gap / 100))
         return max(self.samples + 1, math.ceil(self.samples * (WIDTH * self.error / gap) ** 2)) if gap else None
 
     def beats(self, other: "Candidate", timed: bool) -> bool:
@@ -158,7 +161,10 @@ def _candidates(
             continue
         parts = [np.array(list(one.values())) for one in differences.values() if one]
         variance = sum(part.var(ddof=1) / len(part) for part in parts if len(part) > 1) / len(parts) ** 2
-        interval, share = score_statistics.interval(differences), own.get("device", 0.0) / whole["device"]
+        interval, share = (
+            score_statistics.interval_of_differences(differences),
+            own.get("device", 0.0) / whole["device"],
+        )
         if row is full:
             verdict = ""
         elif share > memory:

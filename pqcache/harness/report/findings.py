@@ -117,19 +117,17 @@ def compared(pair: Pair, margin: float | None, test: Experiment, rows: Sequence[
     flat = [value for samples in differences.values() for value in samples.values()]
     if not flat:
         return [*line, *[EMPTY] * 4, MISSING]
-    interval = score_statistics.interval(differences)
+    of_scores = metric == "score"
+    interval = (score_statistics.interval_of_differences if of_scores else score_statistics.interval)(differences)
     left, right = (score_statistics.mean(score_statistics.only(one, differences)) or 0.0 for one in (own, other))
     if metric == "book_perplexity":
         left, right = math.exp(left), math.exp(right)
         interval = interval and [right * math.expm1(end) for end in interval]
-    if metric == "score" and interval and not any(flat):
-        most = 100 * (1 - (CHANCE / 2) ** (1 / len(flat)))
-        interval = [-most, most]
     gain = interval and [-interval[1], -interval[0]] if metric in LOWER else interval
     verdict = decided(gain, margin, score_statistics.significance(differences))
     if failed := sum(side[place]["n_failed"] for side in sides for place in places):
         verdict = f"{OPEN}: {failed} answers are no numbers"
-    elif margin is not None and metric == "score" and right < LEAST:
+    elif margin is not None and of_scores and right < LEAST:
         verdict = f"{OPEN}: the model fails the task"
     digits = {"score": 1, "recall": 1, "kl": 4, "loss": 4}.get(metric, 3)
     gap = f"{signed(left - right, digits)} {spread(left - right, interval, lambda end: signed(end, digits))}"

@@ -58,6 +58,15 @@ def interval(scores: Scores) -> list[float] | None:
     return [float(low), float(high)]
 
 
+def interval_of_differences(differences: Scores) -> list[float] | None:
+    """As `interval`. Of n scores that are all equal: the exact interval of the share of samples that differ, on both sides."""
+    found, samples = interval(differences), [value for one in differences.values() for value in one.values()]
+    if found is None or any(samples):
+        return found
+    most = 100 * (1 - ((1 - CONFIDENCE) / 2) ** (1 / len(samples)))
+    return [-most, most]
+
+
 def pass_at(answers: Answers, k: int) -> Scores:
     """Each sample's chance, in %, that one of k answers is right: 100 (1 - C(n - c, k) / C(n, k)) where c of its n answers are.
 
