@@ -168,8 +168,8 @@ def device_of(cell: Cell) -> str:
 
 
 def free(device: str) -> int | None:
-    """Bytes that can be had on the device, swap included; None of WORKER and SPREAD."""
-    if device in (WORKER, SPREAD):
+    """Bytes that can be had on the device, swap included; None of WORKER, SPREAD and a GPU that another machine has."""
+    if device in (WORKER, SPREAD) or (device.startswith("cuda") and not torch.cuda.is_available()):
         return None
     there = free_bytes(torch.device(device))
     if device != "cpu":

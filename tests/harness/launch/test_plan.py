@@ -66,6 +66,12 @@ def test_the_driver_of_an_engine_leaves_its_gpus_alone(tmp_path: Path, monkeypat
         plan.make(planned(tmp_path, *few), Session())
 
 
+def test_a_run_on_another_machine_s_gpu_is_planned_too(tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = plan.make(planned(tmp_path, "method=full", "model.device=cuda", *SMALL), Session())
+    assert "cuda: size unknown\n" in plan.text(found)
+
+
 @pytest.mark.rest
 def test_a_limit_says_what_it_makes_of_sub_tasks(tmp_path: Path) -> None:
     words = ("method=full", "task=pocket", "task.length=512", "limit=1", "wandb=disabled")
