@@ -1,4 +1,4 @@
-"""Shared by all tests: few threads, no network, and the offline test data where it is present.
+"""Shared by all tests: few threads, no network, a small model, and the offline test data where it is present.
 
 Tests marked `shared` read real data (essays, judge scores) that is not part of the repository. It is looked for in
 `$PQCACHE_TEST_DATA`, then in `shared/data` beside the checkout; without it these tests are skipped.
@@ -6,7 +6,9 @@ Tests marked `shared` read real data (essays, judge scores) that is not part of 
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 # Set before any test module imports the libraries that read them.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -56,6 +58,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     gc.freeze()  # the libraries' million objects stay: each full collection would look at all of them
     gc.enable()
+
+
+@pytest.fixture(autouse=True)
+def thread_count() -> Iterator[None]:
+    """One: models of 64 columns gain nothing from a second thread, and lose much where cores are shared."""
+    from tests.threads import threads
+
+    with threads(1):
+        yield
+
+
+@pytest.fixture
+def llama() -> Any:
+    from tests.invariants.conftest import build
+
+    return build("llama")
 
 
 @pytest.fixture(scope="session")

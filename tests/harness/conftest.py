@@ -20,7 +20,6 @@ from pqcache.embedded import load_tokenizer, model_dir  # noqa: E402
 from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
 from pqcache.harness.run.samples import SampleLog  # noqa: E402
 from tests.harness.cells import model_options, on_model, watch  # noqa: E402
-from tests.threads import threads  # noqa: E402
 
 
 def make_tiny_model(folder: Path) -> Path:
@@ -49,13 +48,6 @@ def make_tiny_model(folder: Path) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_tiny_model(tmp_path_factory.mktemp("models") / "tiny")
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The models here are far too small for two threads."""
-    with threads(1):
-        yield
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,6 @@ from transformers.masking_utils import eager_mask
 
 from pqcache.api.drive import small_model
 from tests.invariants.cases import ARCHITECTURES, CASES, pairs
-from tests.threads import threads
 
 
 def exact_eager(_, q, k, v, mask, scaling, softcap, **__):
@@ -73,18 +72,6 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     metafunc.parametrize(("case", "model"), chosen, indirect=["model"])
 
 
-@pytest.fixture(autouse=True)
-def _one_thread():
-    """Matrices of 64 columns gain nothing from a second thread, and lose much where cores are shared."""
-    with threads(1):
-        yield
-
-
 @pytest.fixture
 def model(request: pytest.FixtureRequest) -> PreTrainedModel:
     return build(request.param)
-
-
-@pytest.fixture
-def llama() -> PreTrainedModel:
-    return build("llama")

@@ -1,10 +1,15 @@
-"""Inputs of tests are small: several threads share them nevertheless."""
+"""Inputs of tests are small: several threads share them nevertheless. Without numba there is nothing to test."""
+
+from importlib.util import find_spec
 
 import pytest
 
-from pqcache.kernels import launch
+collect_ignore_glob = [] if find_spec("numba") else ["test_*.py"]
 
 
 @pytest.fixture(autouse=True)
-def _shared_work(monkeypatch: pytest.MonkeyPatch) -> None:
+def thread_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as there are, also for little work."""
+    from pqcache.kernels import launch
+
     monkeypatch.setattr(launch, "_ALONE", 0)

@@ -12,8 +12,6 @@ from tests.kernels.test_dense import expected
 from tests.thin import thin
 from tests.threads import threads
 
-pytest.importorskip("numba")
-
 
 @examples(40)
 def test_equals_gather_then_attend(pick):

@@ -5,11 +5,9 @@ import itertools
 import pytest
 import torch
 
+from pqcache.kernels import codes as compiled
 from pqcache.selective.group import top_tokens
 from tests.drawn import examples
-
-pytest.importorskip("numba")
-from pqcache.kernels import codes as compiled
 
 
 def plain(tables, codes, lo, hi, k):

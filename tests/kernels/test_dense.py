@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.kernels import attend
 from pqcache.selective import attention
 from tests.drawn import examples
-from tests.threads import threads
-
-pytest.importorskip("numba")
-from pqcache.kernels import attend
 from tests.thin import thin
+from tests.threads import threads
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

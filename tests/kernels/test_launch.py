@@ -10,11 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.threads import threads
-
-pytest.importorskip("numba")
 from pqcache.kernels import launch
 from pqcache.kernels.numeric import increment
+from tests.threads import threads
 
 FORKS = """
 import os, sys, numpy, torch

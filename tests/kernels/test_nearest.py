@@ -5,11 +5,9 @@ import torch
 
 from baselines.clusterkv.clusters import cluster_points
 from pqcache import kernels
+from pqcache.kernels import nearest
 from tests.drawn import drawn, examples
 from tests.threads import threads
-
-pytest.importorskip("numba")
-from pqcache.kernels import nearest
 
 
 @examples(30)

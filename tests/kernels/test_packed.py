@@ -10,6 +10,7 @@ from baselines.gear.method import GEAR
 from baselines.kivi import KIVI
 from baselines.zipcache import MiKV
 from pqcache import kernels
+from pqcache.kernels import packed
 from pqcache.selective.attention import partial
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run
@@ -17,9 +18,6 @@ from tests.baselines.coded_stores import METHODS, decoded, mean_bits, store_of
 from tests.drawn import drawn
 from tests.thin import thin
 from tests.threads import threads
-
-pytest.importorskip("numba")
-from pqcache.kernels import packed
 
 WHOLE = {  # groups of channels that fill registers: their steps are applied there
     "kivi 2, whole": KIVI(group=32, residual=32),

@@ -4,13 +4,11 @@ import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.kernels import codes as compiled
+from pqcache.kernels import positions
 from pqcache.pq import codebook
 from pqcache.selective.group import group_reduce, top_tokens
 from tests.drawn import examples
-
-pytest.importorskip("numba")
-from pqcache.kernels import codes as compiled
-from pqcache.kernels import positions
 
 
 @examples(40)

@@ -1,14 +1,11 @@
 """The compiled partial selection against sorting, and ranking by products against logits, group softmax and top-k."""
 
-import pytest
 import torch
 
 from pqcache import kernels
+from pqcache.kernels import rank
 from pqcache.selective.group import group_reduce, top_tokens
 from tests.drawn import examples
-
-pytest.importorskip("numba")
-from pqcache.kernels import rank
 
 
 def sorted_best(row: torch.Tensor, k: int) -> list[int]:

@@ -3,14 +3,12 @@
 import pytest
 import torch
 
+from pqcache.kernels import attend
 from pqcache.selective.attention import attend_one, merge, partial
 from pqcache.store.host import HostStore
 from tests.drawn import examples
-from tests.threads import threads
-
-pytest.importorskip("numba")
-from pqcache.kernels import attend
 from tests.thin import thin
+from tests.threads import threads
 
 
 @examples(30)

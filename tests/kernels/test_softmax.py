@@ -1,17 +1,14 @@
 """Softmax in place and the exponentials below it, against float64, down to numbers that are subnormal in fp32."""
 
+import numba
 import numpy as np
 import pytest
 import torch
 
 from pqcache import kernels
-from pqcache.selective.column_sums import softmax_
-
-pytest.importorskip("numba")
-import numba
-
 from pqcache.kernels.numeric import LEAST, NEGLIGIBLE, exponentials
 from pqcache.kernels.softmax import FACTOR, scaled_softmax_
+from pqcache.selective.column_sums import softmax_
 
 
 @pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 300])

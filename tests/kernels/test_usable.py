@@ -10,7 +10,6 @@ from pqcache import kernels
 from pqcache.measure.machine import device_caption
 from pqcache.pq.kmeans import assign
 
-pytest.importorskip("numba")
 Break = Callable[[pytest.MonkeyPatch], None]
 
 

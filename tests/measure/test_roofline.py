@@ -12,9 +12,6 @@ from pqcache.measure.machine import Ceilings, ceilings, slug
 from pqcache.measure.roofline import Bound, bound, prompt, random_model, weight_bytes
 from pqcache.pq import PQCache
 from pqcache.selective import Budget, Method, SelectiveCache, attach, generate
-from tests.invariants.conftest import _one_thread, llama
-
-__all__ = ["_one_thread", "llama"]
 
 
 def test_the_bound_is_what_a_step_must_move() -> None:

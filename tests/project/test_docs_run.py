@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
-import torch
 
 import run
 from pqcache.harness import command as command_line
@@ -124,7 +123,6 @@ def module(name: str, arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> 
 def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = Reader(tmp_path / "runs", make_tiny_model(tmp_path / "model"))
     monkeypatch.chdir(REPO)
-    torch.set_num_threads(1)  # the prompts are far too short for two
     for command in typed("python run.py"):
         if not command.startswith(NOT_HERE):
             reader.type(command, lambda command=command: run.main(reader.words(command)))
