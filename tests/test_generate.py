@@ -6,8 +6,9 @@ import transformers
 from transformers import PreTrainedModel
 
 import pqcache
+from pqcache.api.drive import small_model
 from pqcache.embedded import load_tokenizer
-from tests.test_api import GREEDY, SETTINGS, build
+from tests.test_api import GREEDY, SETTINGS
 from tests.thin import thin
 
 
@@ -15,8 +16,8 @@ from tests.thin import thin
 def smol() -> PreTrainedModel:
     """SmolLM2-135M's architecture with two of its layers, over the vocabulary of the embedded model."""
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "num_hidden_layers": 2, "tie_word_embeddings": True}
-    sizes = {"hidden_size": 576, "intermediate_size": 1536, "rope_theta": 100000.0, "initializer_range": 0.2}
-    return build(transformers.LlamaConfig(vocab_size=len(load_tokenizer()), **heads, **sizes))
+    sizes = {"hidden_size": 576, "intermediate_size": 1536, "rope_theta": 100000.0, "initializer_range": 0.05}
+    return small_model(transformers.LlamaConfig(vocab_size=len(load_tokenizer()), **heads, **sizes))
 
 
 @pytest.mark.parametrize("name", thin(SETTINGS, 4))
