@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import ast
-import functools
+import json
 import re
+import subprocess
 import sys
-from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoConfig
 
-from pqcache.registry import method_class
+from pqcache.api.drive import SMALL, Session, small_model, tokens
+from pqcache.pq import PQCache
 from pqcache.selective import Budget, SelectiveCache, attach
 
 LONGEST_PATH = 15
@@ -37,57 +36,19 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("pqcache.registry", "pqcache.naming", "pqcache.atomic", "pqcache.outside", "pqcache.fields", "pqcache.places"),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-BLOCKS = ("body", "orelse", "finalbody", "handlers", "cases")  # where statements hold statements
 BARE = len(FLOORS)  # the floor of the bare packages, which hold names only
 
-Graph = dict[str, set[str]]
+Graph = dict[str, list[str]]
 
 
-def modules(root: Path) -> dict[str, Path]:
-    """Dotted module name -> file, of everything below SOURCES."""
-    files: dict[str, Path] = {}
-    for source in SOURCES:
-        path = root / source
-        for file in [path] if path.is_file() else sorted(path.rglob("*.py")):
-            files[".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__")] = file
-    return files
-
-
-def imports(files: dict[str, Path], *, types: bool = True) -> Graph:
-    """Module -> the project's modules that it imports anywhere, also in a function. types: and under TYPE_CHECKING."""
-    return {name: set(_imported(name, file, files, types)) - {name} for name, file in files.items()}
-
-
-def _imported(name: str, file: Path, files: dict[str, Path], types: bool) -> Iterator[str]:
-    package = name.split(".") if file.stem == "__init__" else name.split(".")[:-1]
-    for node in _nodes(_parsed(file), types):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in files)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            base = ".".join([*above, *filter(None, [node.module])])
-            for alias in node.names:
-                yield from [m for m in (f"{base}.{alias.name}", base) if m in files][:1]
-
-
-@functools.cache
-def _parsed(file: Path) -> ast.Module:
-    return ast.parse(file.read_text(encoding="utf-8"))
-
-
-def _nodes(tree: ast.AST, types: bool) -> Iterator[ast.AST]:
-    """All statements; without `types`, but those under `if TYPE_CHECKING:`."""
-    todo = [tree]
-    while todo:
-        node = todo.pop()
-        for child in [child for block in BLOCKS for child in getattr(node, block, ())]:
-            if types or not (isinstance(child, ast.If) and "TYPE_CHECKING" in ast.dump(child.test)):
-                yield child
-                todo.append(child)
+def imports(repo: Path, *options: str) -> Graph:
+    """File -> the project's files that it imports anywhere, also in a function."""
+    command = [sys.executable, "-m", "ruff", "analyze", "graph", *options, *SOURCES]
+    return json.loads(subprocess.run(command, cwd=repo, capture_output=True, check=True).stdout)
 
 
 def circle(graph: Graph) -> list[str]:
-    """Modules that import each other in a ring; empty if there is none."""
+    """Files that import each other in a ring; empty if there is none."""
     try:
         TopologicalSorter(graph).prepare()
     except CycleError as error:
@@ -95,34 +56,29 @@ def circle(graph: Graph) -> list[str]:
     return []
 
 
-def floor(module: str) -> int:
+def floor(file: str) -> int:
     """Of the longest room name that the module's name begins with."""
-    parts = module.split(".")
+    parts = Path(file).with_suffix("").parts
     rooms = (".".join(parts[:end]) for end in range(len(parts), 0, -1))
     return next((FLOOR_OF[room] for room in rooms if room in FLOOR_OF), BARE)
 
 
 def arrows_up(graph: Graph) -> list[tuple[str, str]]:
-    """(importing module, imported module) wherever the imported one stands on a higher floor."""
-    return [(a, b) for a, targets in sorted(graph.items()) for b in sorted(targets) if floor(a) > floor(b)]
+    """(importing file, imported file) wherever the imported one stands on a higher floor."""
+    return [(a, b) for a, targets in graph.items() for b in targets if floor(a) > floor(b)]
 
 
-@pytest.fixture(scope="module")
-def files(repo: Path) -> dict[str, Path]:
-    return modules(repo)
+def test_no_circle_and_no_arrow_up(repo: Path) -> None:
+    graph = imports(repo)
+    assert circle(graph) == []
+    assert arrows_up(imports(repo, "--no-type-checking-imports")) == []
+    nowhere = [file for file in graph if floor(file) == BARE and not file.endswith("__init__.py")]
+    assert nowhere == [], "a folder needs a floor"
 
 
-def test_no_circle_and_no_arrow_up(files: dict[str, Path]) -> None:
-    assert circle(imports(files)) == []
-    assert arrows_up(imports(files, types=False)) == []
-    assert [m for m, file in files.items() if floor(m) == BARE and file.stem != "__init__"] == [], (
-        "a folder needs a floor"
-    )
-
-
-def test_no_module_is_longer_than_450_lines(files: dict[str, Path]) -> None:
-    lengths = {name: len(file.read_text().splitlines()) for name, file in files.items()}
-    assert {name: length for name, length in lengths.items() if length > 450} == {}
+def test_no_module_is_longer_than_450_lines(repo: Path) -> None:
+    lengths = {file: len((repo / file).read_text().splitlines()) for file in imports(repo)}
+    assert {file: length for file, length in lengths.items() if length > 450} == {}
 
 
 def test_a_decode_step_takes_the_documented_path(repo: Path) -> None:
@@ -137,13 +93,7 @@ def test_a_decode_step_takes_the_documented_path(repo: Path) -> None:
 
 def _calls_of_a_step(package: Path) -> list[tuple[str, str]]:
     """(function, file below the package) of every call of one layer's decode step, in order."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=64, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    prompt, token = torch.randint(64, (1, 400)), torch.zeros((1, 1), dtype=torch.long)
+    model = small_model(AutoConfig.for_model("llama", **{**SMALL, "num_hidden_layers": 1})).float()
     calls: list[tuple[str, str]] = []
 
     def note(frame, event: str, _: object) -> None:
@@ -152,13 +102,11 @@ def _calls_of_a_step(package: Path) -> list[tuple[str, str]]:
             calls.append((frame.f_code.co_qualname, file.relative_to(package).as_posix()))
 
     with attach(model), torch.no_grad():
-        cache = SelectiveCache(model, method_class("pqcache")(budget=Budget.parse(0.2)))
-        cache.begin([prompt.shape[1]])
-        for ids in (prompt, token):  # the first step compiles the kernels
-            model(ids, past_key_values=cache, use_cache=True)
+        session = Session(model, SelectiveCache(model, PQCache(budget=Budget(ratio=0.2))), [tokens(400, 1)])
+        session.step([5])  # compiles the kernels
         sys.setprofile(note)
         try:
-            model(token, past_key_values=cache, use_cache=True)
+            session.step([5])
         finally:
             sys.setprofile(None)
     return calls
