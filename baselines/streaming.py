@@ -69,8 +69,7 @@ class StreamingLLM(EvictionMethod):
 
     def sinks_within(self, total: int) -> int:
         """Sinks of a cache of `total` tokens, the newest among them."""
-        n_sink = self.n_sink or 0
-        return n_sink if self.protocol == "aligned" else min(n_sink, max(0, total - 1))
+        return min(self.n_sink or 0, max(0, total - 1))
 
     def victim(self, layer: EvictionLayer) -> torch.Tensor:
         """Each row's oldest token after the sinks."""

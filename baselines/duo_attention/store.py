@@ -83,5 +83,5 @@ class DuoStore(Store):
         order = index.tolist()
         for rows, part in zip(self.rows, self.parts, strict=True):
             if rows:
-                part.map_rows(torch.tensor([rows.index(i) for i in order if i in rows]))
+                part.map_rows(torch.tensor([rows.index(i) for i in order if i in rows], dtype=torch.long))
         self.windows, self.oldest = [self.windows[i] for i in order], [self.oldest[i] for i in order]

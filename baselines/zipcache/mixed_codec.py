@@ -271,12 +271,18 @@ class MixedCodec(Codec):
         return self._values(subset, subset.codes[:, :, lo:hi], step, low, slot)
 
     def width_layout(self, which: int) -> Codes | None:
-        """How the codes of one width (0 regular, 1 salient) are stored, in slot order; None where segments have own ranges."""
+        """How the codes of one width (0 regular, 1 salient) are stored, in slot order.
+
+        None where segments have own ranges, or channels a step and a factor.
+        """
         subset = self.subsets[which]
         n, h_kv, slots = subset.codes.shape[:3]
-        if any(x is not None and x.shape[2] > 1 for x in (self.scale, subset.step if self.by == "channel" else None)):
+        by_channel = self.by == "channel"
+        if by_channel and self.scale is not None:
             return None
-        if self.by == "channel":
+        if any(x is not None and x.shape[2] > 1 for x in (self.scale, subset.step if by_channel else None)):
+            return None
+        if by_channel:
             return Codes(subset.bits, self.d, subset.codes, None, None, subset.step, subset.low, max(1, slots))
         step, low = (x.expand(n, h_kv, -1, -1) for x in (subset.step, subset.low))
         return Codes(subset.bits, self.d, subset.codes, step, low, self.scale, None, max(1, slots))

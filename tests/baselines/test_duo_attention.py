@@ -10,7 +10,7 @@ from baselines.duo_attention import DuoAttention
 from baselines.duo_attention.gates import KEYS, GateLayer, attended, with_passkeys
 from baselines.full import Full
 from pqcache.api.drive import tokens
-from pqcache.selective import Budget, ModelShape, SelectiveCache, attach
+from pqcache.selective import Budget, ModelShape, Request, SelectiveCache, attach, generate_batch
 from pqcache.selective.method import OnePass
 from tests.baselines.drive import held, run
 from tests.baselines.test_ragged import TOKEN
@@ -47,6 +47,15 @@ def test_the_aligned_budget_is_spent_whole() -> None:
     whole, newest = method.kinds(1032, method.plan(1032, 0, 1), 90)  # 32 + 200 tokens a head: 50 newest, 14.2 heads
     assert whole == 14 and newest == 52  # 90 * 200 = 14 * 1000 + 76 * 52.6
     assert 14 * 1032 + 76 * (32 + 52) <= 90 * 232
+
+
+def test_a_row_leaves_whose_heads_were_of_another_kind(llama: PreTrainedModel) -> None:
+    method = DuoAttention(budget=Budget(ratio=0.5), n_sink=8, steps=2, calibration_tokens=64)
+    rows = [tokens(120, 1), tokens(6, 2)]  # the short one keeps all tokens in every head
+    for order in (rows, rows[::-1]):
+        both = generate_batch(llama, method, [Request(row, 3 if row is rows[0] else 8) for row in order])
+        alone = [generate_batch(llama, method, [Request(row, 3 if row is rows[0] else 8)])[0] for row in order]
+        assert [one.token_ids for one in both] == [one.token_ids for one in alone]
 
 
 @torch.no_grad()

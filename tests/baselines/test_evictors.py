@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from baselines.kvcrush import KVCrush
 from baselines.pyramidkv import PyramidKV
 from baselines.snapkv import SnapKV
+from baselines.streaming import StreamingLLM
 from pqcache.selective import Budget
 from pqcache.selective.attention import partial
 from tests.baselines.common import OneLayer
@@ -84,3 +85,9 @@ def test_a_new_turn_prunes_what_was_kept_and_itself(llama: PreTrainedModel, meth
             assert plan.total - page < len(positions) <= plan.total
             assert set(positions) >= {*range(4), *range(160 - (plan.local - page + 1), 160)}
             assert {p for p in positions if p < 130} <= set(known)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "rolling"])
+def test_a_prompt_shorter_than_the_sinks_loses_none_of_the_first(llama: PreTrainedModel, mode: str) -> None:
+    layer = run(llama, StreamingLLM(mode=mode, budget=Budget(ratio=0.5)), 20, steps=4).layers[0]
+    assert held(layer)[0] == [*range(19), 23]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from baselines.gear.method import GEAR
-from baselines.zipcache import ZipCache
+from baselines.zipcache import MiKV, ZipCache
 from pqcache.store.quantizer import unpack_codes
 from tests.thin import thin
 
@@ -60,3 +60,9 @@ def test_ranges_that_differ_within_a_width_have_no_layout() -> None:
     store = store_of(method, [30], 9, seed=1)
     assert store.runs() == ([], [0])
     assert sum(keys.shape[2] for keys, _, _ in store.tiles(8)) == 39
+
+
+def test_channels_with_a_step_and_a_factor_have_no_layout() -> None:
+    store = store_of(MiKV(budget=mean_bits(3.2), gap=8, balancer=True), [40], 0, seed=1)
+    assert store.runs() == ([], [0])
+    assert sum(keys.shape[2] for keys, _, _ in store.tiles(8)) == 40
