@@ -17,6 +17,8 @@ Break = Callable[[pytest.MonkeyPatch], None]
 def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """As before the first kernel."""
     for name in kernels._MODULES:
+        if hasattr(kernels, name):  # an import anew binds the package's name to another module, for later tests, too
+            monkeypatch.setattr(kernels, name, getattr(kernels, name))
         monkeypatch.delitem(sys.modules, f"pqcache.kernels.{name}", raising=False)
     kernels.usable.cache_clear()
     yield
