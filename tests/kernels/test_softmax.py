@@ -9,6 +9,7 @@ from pqcache import kernels
 from pqcache.kernels.numeric import LEAST, NEGLIGIBLE, exponentials
 from pqcache.kernels.softmax import FACTOR, scaled_softmax_
 from pqcache.selective.column_sums import softmax_
+from tests.drawn import drawn
 
 
 @pytest.mark.parametrize("m", [1, 7, 16, 31, 64, 300])
@@ -42,7 +43,7 @@ def test_nan_spreads_over_its_row_alone():
 @pytest.mark.parametrize("on", [True, False])
 def test_a_factor_comes_with_what_any_dtype_gives(dtype, on, monkeypatch):
     monkeypatch.setitem(kernels.switch, "on", on)
-    logits = torch.randn(3, 4, 50, dtype=dtype) * 20
+    logits = drawn(0, 3, 4, 50, dtype=dtype) * 20
     expected = logits.double().softmax(-1)
     factor = softmax_(logits)
     torch.testing.assert_close(logits.double() * factor, expected, rtol=1e-4, atol=1e-45)
