@@ -36,21 +36,19 @@ def held(layer: Any, row: int = 0) -> list[list[int]]:
 def choose(
     method: EvictionMethod, scores: torch.Tensor, plan: Plan, h_kv: int = 2, layer_idx: int = 0, k: Any = None
 ) -> list[list[int]]:
-    """What `keep` chooses for one row with scores (h, s): slots per KV head, checked to be unique and ascending."""
+    """What `keep` chooses for one row with scores (h, s): slots per KV head, checked to be unique and ascending.
+
+    k defaults to zeros.
+    """
     s = scores.shape[1]
-    slots, counts = method.choose_entries(prompt_of(scores, plan, h_kv, layer_idx, k))
+    positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
+    k = torch.zeros(1, h_kv, s, 4) if k is None else k
+    where: Any = SimpleNamespace(layer_idx=layer_idx)
+    slots, counts = method.choose_entries(Prompt(k, scores[None], positions, [s], [plan], where))
     out = slots[0, :, : counts[0]].tolist()
     for head in out:
         assert head == sorted(set(head)) and head[0] >= 0 and head[-1] < s
     return out
-
-
-def prompt_of(scores: torch.Tensor, plan: Plan, h_kv: int = 2, layer_idx: int = 0, k: Any = None) -> Prompt:
-    """A prompt of one row with scores (h, s); k defaults to zeros."""
-    s = scores.shape[1]
-    positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
-    k = torch.zeros(1, h_kv, s, 4) if k is None else k
-    return Prompt(k, scores[None], positions, [s], [plan], SimpleNamespace(layer_idx=layer_idx))  # type: ignore[arg-type]
 
 
 def random_scores(h: int, s: int, seed: int) -> torch.Tensor:
