@@ -3,10 +3,10 @@
 import json
 import re
 import shlex
-from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from bs4 import BeautifulSoup
 
 import run
 from pqcache.harness.report import page
@@ -16,17 +16,6 @@ from tests.harness.made_rows import sample
 from tests.harness.test_any_table import make_row
 
 HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
-
-
-def scripts(text: str) -> tuple[list[str], list[str]]:
-    """(the elements of a page, the texts of its scripts), as a browser reads them."""
-    tags: list[str] = []
-    found: list[str] = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attrs: (tags.append(tag), found.append("") if tag == "script" else None)  # type: ignore[method-assign,assignment]
-    parser.handle_data = lambda data: found.append(found.pop() + data) if tags and tags[-1] == "script" else None  # type: ignore[method-assign]
-    parser.feed(text)
-    return tags, found
 
 
 @pytest.fixture
@@ -62,10 +51,10 @@ def test_the_page(
     text = (tmp_path / "page" / "report.html").read_text()
     assert text.index("RuntimeError") < text.index('id="results"')  # failed cells come first
     assert "python run.py model=embedded method=oracle" in text
-    tags, texts = scripts(text)
-    assert tags.count("script") == 3 and "img" not in tags
+    soup = BeautifulSoup(text, "html.parser")
+    assert len(soup("script")) == 3 and not soup("img")
     assert not re.search(r"(src|href)=.?https?:", text.split("<script")[0])  # nothing is fetched
-    data = json.loads(texts[0])
+    data = json.loads(soup.script.string)
     (cell,) = data["cells"]
     assert [(s["doc"], s["score"], s["target"]) for s in cell["samples"]] == [(1, 0.0, "x | y"), (0, 50.0, "")]
     assert cell["samples"][0]["answer"] == HOSTILE

@@ -1,9 +1,9 @@
 """Measured beside printed: an experiment's entries, tables and figures, from rows made by hand."""
 
 import csv
-from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -113,19 +113,10 @@ def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: py
     assert list((tmp_path / "empty").iterdir()) == []
 
 
-@dataclass
-class Line:
+def cell_named(name: str, labels: list[str], budget: int = 1024, ignores_budget: bool = False, length: int = 10) -> Any:
     """As much of a cell as a derived column looks at."""
-
-    name: str
-    labels: list[str]
-    budget: int = 1024
-    ignores_budget: bool = False
-    task: dict[str, Any] = field(default_factory=lambda: {"length": 10})
-
-    @property
-    def identity(self) -> dict[str, Any]:
-        return {"model": {"name": "m"}, "task": self.task, "seed": 0, "budget": self.budget}
+    identity = {"model": {"name": "m"}, "task": {"length": length}, "seed": 0, "budget": budget}
+    return SimpleNamespace(name=name, labels=labels, ignores_budget=ignores_budget, identity=identity)
 
 
 def row(prefill: float, index: float, step_ms: float, new: int = 11, **extra: float) -> dict[str, Any]:
@@ -133,8 +124,9 @@ def row(prefill: float, index: float, step_ms: float, new: int = 11, **extra: fl
     return {**times, "extra": extra, "tasks": {"t": {"metrics": {"perplexity": extra.get("ppl", 0.0)}}}}
 
 
-FULL, SMALL, LARGE = Line("f", ["full"], ignores_budget=True), Line("s", ["ckv", "clusterkv"], 512), Line("l", ["ckv"])
-OTHER = Line("o", ["full"], ignores_budget=True, task={"length": 20})
+FULL = cell_named("f", ["full"], ignores_budget=True)
+SMALL, LARGE = cell_named("s", ["ckv", "clusterkv"], 512), cell_named("l", ["ckv"])
+OTHER = cell_named("o", ["full"], ignores_budget=True, length=20)
 CELLS: list[Any] = [OTHER, FULL, SMALL, LARGE]
 ROWS: dict[str, Any] = {
     "o": row(9.0, 0.0, 900.0),
@@ -159,7 +151,7 @@ ROWS: dict[str, Any] = {
         ("percent:row:extra.cluster_hit_rate", LARGE, None),
         ("gain:full:seconds:answer", FULL, None),  # nothing is faster than itself
         ("gain:quest:seconds:answer", SMALL, None),
-        ("gain:full:seconds:answer", Line("unmeasured", ["x"]), None),
+        ("gain:full:seconds:answer", cell_named("unmeasured", ["x"]), None),
     ],
 )
 def test_derived_numbers(where: str, cell: Any, value: float | None) -> None:
