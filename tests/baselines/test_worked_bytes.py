@@ -33,7 +33,6 @@ class Worked:
 
     method: Method
     fetched: int
-    mib: float  # of `fetched`
     attended: int
     selection: Any = 0
     write_back: int = TOKEN
@@ -52,63 +51,63 @@ PARTIAL = capacity(S + 1) * 8 * 25 * 2 + 8 * 128 * 25 * 4  # 25 of 128 columns o
 WORKED = {
     # 8160 tokens after 32 sinks: 1632, half of them the window
     "pqcache": Worked(
-        PQCache(store="host", max_iter=1, budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN, index={"device": CODES}
+        PQCache(store="host", max_iter=1, budget=FIFTH), 816, 1665, prefill=8160 * TOKEN, index={"device": CODES}
     ),
     "sparq": Worked(
-        SparQ(store="host", budget=FIFTH), 816, 3.19, 1665, COMPONENT, TOKEN + 2048,
+        SparQ(store="host", budget=FIFTH), 816, 1665, COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     # shares of the prompt itself: 1638, half of them the window
     "sparq-paper": Worked(
-        SparQ(store="host", budget=FIFTH, protocol="paper"), 819, 3.20, 1671, COMPONENT, TOKEN + 2048,
+        SparQ(store="host", budget=FIFTH, protocol="paper"), 819, 1671, COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     "sparq-8-components": Worked(
-        SparQ(store="host", budget=FIFTH, r=8), 816, 3.19, 1665, 8 * COMPONENT, TOKEN + 2048,
+        SparQ(store="host", budget=FIFTH, r=8), 816, 1665, 8 * COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     "clusterkv-per-kv-head": Worked(
-        ClusterKV(store="host", max_iter=1, reduce="sum_softmax", budget=Budget(tokens=1024)), 1008, 3.94, 1025,
+        ClusterKV(store="host", max_iter=1, reduce="sum_softmax", budget=Budget(tokens=1024)), 1008, 1025,
         prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 8},
     ),
     "clusterkv": Worked(
-        ClusterKV(store="host", max_iter=1, budget=Budget(tokens=1024)), 4 * 1008, 15.75, 1025,
+        ClusterKV(store="host", max_iter=1, budget=Budget(tokens=1024)), 4 * 1008, 1025,
         prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 32},
     ),
     # 1638 tokens are 102 pages of 16
     "quest-per-kv-head": Worked(
-        Quest(store="host", reduce="sum_logit", budget=FIFTH), 1632, 6.38, 1633, index={"device": EXTREMES}
+        Quest(store="host", reduce="sum_logit", budget=FIFTH), 1632, 1633, index={"device": EXTREMES}
     ),
-    "quest": Worked(Quest(store="host", budget=FIFTH), 4 * 1632, 25.5, 1633, index={"device": EXTREMES}),
+    "quest": Worked(Quest(store="host", budget=FIFTH), 4 * 1632, 1633, index={"device": EXTREMES}),
     "quest-resident": Worked(
-        Quest(budget=FIFTH), 0, 0.0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
+        Quest(budget=FIFTH), 0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
     ),
     # 64 bytes, step and minimum per key, in buffers that grew by a sixteenth for the current token
     "coded_keys": Worked(
-        CodedKeys(store="host", budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN,
+        CodedKeys(store="host", budget=FIFTH), 816, 1665, prefill=8160 * TOKEN,
         index={"device": 8704 * 8 * (64 + 4)},
     ),
     # a bit per number and a factor per key; the mean key, and a rotation in fp32
     "coded_keys-rabitq": Worked(
-        CodedKeys(store="host", code="rabitq", budget=FIFTH), 816, 3.19, 1665, prefill=8160 * TOKEN,
+        CodedKeys(store="host", code="rabitq", budget=FIFTH), 816, 1665, prefill=8160 * TOKEN,
         index={"device": 8704 * 8 * (16 + 2) + 8 * 128 * 2 + 128 * 128 * 4},
     ),
-    "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 6.40, 1639, index={"device": PARTIAL}),
+    "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 1639, index={"device": PARTIAL}),
     # every key crosses: 16 MiB
-    "oracle": Worked(Oracle(store="host", budget=FIFTH), 816, 3.19, 1665, (S + 1 - 32) * 2048, prefill=8160 * TOKEN),
+    "oracle": Worked(Oracle(store="host", budget=FIFTH), 816, 1665, (S + 1 - 32) * 2048, prefill=8160 * TOKEN),
     # what is scored crosses for the shortlist of 4 k only; its last page may be cut
     "two_stage": Worked(
-        TwoStage(second_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH), 816, 3.19, 1665,
+        TwoStage(second_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH), 816, 1665,
         pytest.approx(0, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     "two_stage-oracle": Worked(
         TwoStage(second="oracle", second_options={"scope": "candidates"}, store="host", shortlist=4, budget=FIFTH),
-        816, 3.19, 1665, pytest.approx(4 * 816 * 2048, abs=16 * 2048), prefill=8160 * TOKEN,
+        816, 1665, pytest.approx(4 * 816 * 2048, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     # one component of each token on it, and of the rest of its softmax
     "two_stage-sparq": Worked(
         TwoStage(first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH),
-        816, 3.19, 1665, (5 * 816 + 32 + 1) * 8 * 2, TOKEN + 2048, 8160 * TOKEN + S * 2048,
+        816, 1665, (5 * 816 + 32 + 1) * 8 * 2, TOKEN + 2048, 8160 * TOKEN + S * 2048,
     ),
 }  # fmt: skip
 
@@ -124,7 +123,6 @@ def test_bytes_of_one_layer(name: str) -> None:
         "refill": 0,
         "write_back": worked.write_back,
     }
-    assert round(worked.fetched * TOKEN / 2**20, 2) == worked.mib
     assert one.ledger.attended(all_layers=True) == worked.attended
     assert sum(one.ledger.prefill_moved.values()) == worked.prefill
     held = {tier: sum(x.numel() * x.element_size() for x in part) for tier, part in one.layer.index.tensors().items()}

@@ -169,5 +169,4 @@ def test_hits_bytes_and_chance_of_one_mistral_layer() -> None:
     assert ledger.moved["fetch"] == 2 * 816 * 4096 - hits * 512
     assert ledger.facts["cache_lookups"] == 2 * 8 * 816
     assert ledger.facts["cache_chance_hits"] == pytest.approx(8 * 816 * 4096 / 7345)
-    assert round(4096 / 7344, 2) == 0.56
     assert hits / (8 * 816) == pytest.approx(0.56, abs=0.1)  # a query of its own: what chance gives

@@ -1,6 +1,5 @@
 """What holds for every task, and the way through lm-eval itself."""
 
-import dataclasses
 import re
 import runpy
 import textwrap
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 from lm_eval import evaluate
 
-from pqcache.harness.tasks import TASKS, base, task_class, task_of
+from pqcache.harness.tasks import TASKS, base, task_of
 from tests.harness.cells import Patch
 from tests.harness.tasks.building import Answer, build, request_of
 from tests.thin import thin
@@ -83,7 +82,6 @@ def test_documents_are_seeded_and_a_limit_only_adds(name: str, tokenizer: Any) -
 def test_options_have_defaults_and_a_task_is_made_of_them(name: str) -> None:
     task = task_of(name)
     assert task.name == name
-    assert dataclasses.asdict(task.options).keys() == {f.name for f in dataclasses.fields(task_class(name).Options)}
     prompt = task.longest(limit=None, model_name="embedded")
     assert prompt.option.startswith("task")
     assert prompt.prompt >= 0 and prompt.answer >= 1
