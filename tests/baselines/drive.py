@@ -36,10 +36,7 @@ def held(layer: Any, row: int = 0) -> list[list[int]]:
 def choose(
     method: EvictionMethod, scores: torch.Tensor, plan: Plan, h_kv: int = 2, layer_idx: int = 0, k: Any = None
 ) -> list[list[int]]:
-    """What `keep` chooses for one row with scores (h, s): slots per KV head, checked to be unique and ascending.
-
-    k defaults to zeros.
-    """
+    """What `keep` chooses for one row with scores (h, s): slots per KV head, checked to be unique and ascending."""
     s = scores.shape[1]
     positions = torch.arange(s, dtype=torch.int32).expand(1, h_kv, s)
     k = torch.zeros(1, h_kv, s, 4) if k is None else k

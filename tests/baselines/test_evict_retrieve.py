@@ -7,12 +7,13 @@ import torch
 from transformers import PreTrainedModel
 
 from baselines.combined.evict_retrieve import EvictRetrieve, EvictRetrieveLayer
-from pqcache.api.drive import Session, tokens
 from pqcache.registry import method_class
-from pqcache.selective import Budget, Method, SelectiveCache, attach
+from pqcache.selective import Budget
 from pqcache.selective.eviction import EvictionLayer
+from pqcache.store.lanes import Lanes
 from tests.baselines.common import RETRIEVERS, OneLayer
 from tests.drawn import Pick, drawn, examples
+from tests.store.test_lanes import run as converse
 from tests.thin import thin
 
 FIFTH = Budget(ratio=0.2)
@@ -36,24 +37,12 @@ def both(evict: str = "snapkv", retrieve: str = "pqcache", keep: float = 0.5, **
     )  # fmt: skip
 
 
-@torch.no_grad()
-def conversation(model: PreTrainedModel, method: Method, chunk: int | None = None) -> torch.Tensor:
-    """Logits of two padded rows over a prompt, steps, a new turn, and steps again."""
-    cache = SelectiveCache(model, method)
-    with attach(model):
-        session = Session(model, cache, [tokens(90, 1), tokens(57, 2)], chunk)
-        out = [session.last, *(session.step([t, t + 1]) for t in tokens(12, 3))]
-        out += [session.turn([tokens(25, 4), tokens(25, 5)], chunk)]
-        out += [session.step([t, t + 1]) for t in tokens(8, 6)]
-    return torch.stack(out, 1)
-
-
 @pytest.mark.parametrize("retrieve", thin(RETRIEVERS, 3))
 @pytest.mark.parametrize("store", thin(["resident", "host"], 2))
 def test_keeping_everything_is_the_retriever_alone(llama: PreTrainedModel, retrieve: str, store: str) -> None:
     options = {**options_of(retrieve), "store": store}
-    alone = conversation(llama, method_class(retrieve)(budget=FIFTH, **options))
-    torch.testing.assert_close(conversation(llama, both("h2o", retrieve, 1.0, options=options)), alone)
+    alone, _ = converse(llama, method_class(retrieve)(budget=FIFTH, **options), Lanes(), 1)
+    torch.testing.assert_close(converse(llama, both("h2o", retrieve, 1.0, options=options), Lanes(), 1)[0], alone)
 
 
 @examples(24)

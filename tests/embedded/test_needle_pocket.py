@@ -29,6 +29,7 @@ def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrained
         assert sample["prompt"].endswith(f"What is the {key}?")
         assert sample["answer"] == f"The {key} is {' '.join(sample['values'])}."
         assert len(tok.encode(" " + " ".join(sample["values"]), add_special_tokens=False)) >= 8
+        assert {key.split()[-1].lower(), *sample["values"]} <= held_out(tok)  # kept from training
 
 
 @pytest.mark.parametrize(
@@ -47,9 +48,3 @@ def test_prompt_holds_the_answer_once_and_ends_with_the_question(tok: PreTrained
 )
 def test_score(response: str, points: float) -> None:
     assert score(response, ["one", "two", "three", "four"]) == points
-
-
-def test_keys_and_values_were_kept_from_training(tok: PreTrainedTokenizerBase) -> None:
-    for sample in make_samples(5, 512, 0, tok):
-        name = sample["meta"]["key"].split()[-1].lower()
-        assert {name, *sample["values"]} <= held_out(tok)
