@@ -2,8 +2,8 @@
 
     python run.py method=kvcrush_mixed method.bits=2 budget=0.2
 
-A composition of KVCrush (arXiv 2503.00022) and KIVI's codes (arXiv 2402.02750): some channels of keys are large in every token,
-and in a token's codes the others would share its few steps with them.
+A composition of KVCrush (arXiv 2503.00022) and KIVI's codes (arXiv 2402.02750). Keys are coded by channel: in some models a few
+channels are large in every token. Coded by token, they would leave almost none of the few code values to the other channels.
 
 Deviations from the parts alone:
 - A new turn decodes the representatives, attends to them, and chooses and packs again from everything held. A token that was
@@ -135,11 +135,11 @@ class KVCrushMixed(KVCrush):
 
     # bits of the representatives' codes, for K and V
     bits: Annotated[int, 1, 8] = 4
-    # consecutive channels of a token that share a step and a minimum (fp16), and with keys=channel representatives of a channel
-    # of keys; null: all channels of a KV head, and 32 representatives
+    # numbers that share a step and a minimum (fp16): channels of a token; with keys=channel also representatives of a key's
+    # channel. null: all channels of a KV head, and 32 representatives
     group: Positive | None = 32
-    # what shares a step and a minimum in keys: a channel's numbers, as in KIVI, or a token's. Fewer representatives than fill a
-    # group have exact keys
+    # which numbers of keys share them: those of a channel, as in KIVI, or those of a token. With channel, representatives that
+    # do not fill a group keep their exact keys
     keys: Literal["channel", "token"] = added("channel", absent="token")
 
     @property

@@ -5,7 +5,7 @@ python run.py advise=<folder of rows, or a model> [memory=0.25] [quality=-2]
 memory: bytes of the cache on the device as a share of Full's. quality: points to Full on the same samples that may be lost.
 A method meets the limit of quality where its whole 95 % interval is above it, misses it where all of it is below, and else
 cannot be told: then the spread of the paired differences says how many samples would settle it, if their mean and spread stay.
-Scores that are all equal have no spread: of so many samples none would have to differ.
+Scores that are all equal have no spread: then it says how many equal ones would be enough.
 Only what was measured is judged: nothing is said of another budget, task, length or store.
 """
 
