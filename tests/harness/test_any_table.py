@@ -8,7 +8,7 @@ import pytest
 
 import run
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.any_table import lay_out, tables
+from pqcache.harness.report.any_table import VALUES, lay_out, report, tables
 from pqcache.harness.report.rows import Row, rows_under, write_row
 
 
@@ -64,6 +64,17 @@ def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     numbers = list(csv.DictReader(files[".csv"].open()))
     (one,) = [n for n in numbers if (n["method"], n["budget"], n["value"]) == ("pqcache", "0.2", "to_full")]
     assert (float(one["number"]), one["samples"], one["seeds"]) == (-7.5, "4", "0 1")
+
+
+def test_bytes_are_the_content_not_the_buffers(tmp_path: Path) -> None:
+    for method, device, host in (("full", 4.0, 0.0), ("pqcache", 1.0, 2.0)):
+        known = {f"content_{tier}_bytes": size * 2**20 for tier, size in (("device", device), ("host", host))}
+        make_row(tmp_path, method, {"t": [1, 2]}, extra=known)
+    layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), VALUES)
+    (table,) = tables(layout)
+    assert table.head[3:5] == ["device MiB", "of Full's bytes"]
+    assert [["".join(part) for part in line[3:5]] for line in table.body] == [["4.0", "1.00"], ["1.0", "0.25"]]
+    assert "without unused buffer capacity" in report(layout).caption
 
 
 def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:

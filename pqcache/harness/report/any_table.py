@@ -31,7 +31,7 @@ from pqcache.harness.report.frame import (
     natural,
     pooled_groups,
 )
-from pqcache.harness.report.rows import Row, batch_text
+from pqcache.harness.report.rows import Row, batch_text, said_of_bytes
 from pqcache.harness.report.table import (
     EMPTY,
     MISSING,
@@ -53,7 +53,7 @@ from pqcache.naming import suggestion
 
 FOLDER = "tables"  # under the folder of rows
 STEM = "table"
-ROWS, COLUMNS, VALUES = ("method",), ("budget",), ("score", "to_full", "resident", "tpot")
+ROWS, COLUMNS, VALUES = ("method",), ("budget",), ("score", "to_full", "device", "of_full", "tpot")
 OWN_TABLE = ("model", "task")  # get a table each, unless they are named
 BUDGET = "budget (share of the prompt)"
 MOST_MARKS = 12  # notes on marked lines
@@ -96,7 +96,10 @@ MEASURES = {
         Measure("tt2t", "TT2T s", "tt2t_s", 3, min),
         Measure("prefill", "prefill s", "prefill_s", 3, min),
         Measure("index_build", "index build s", "index_build_s", 3, min),
-        Measure("resident", "MiB", "resident_bytes", 2, min, 1 / 2**20),
+        Measure("device", "device MiB", "held_bytes.device", 1, min, 1 / 2**20),
+        Measure("host", "host MiB", "held_bytes.host", 1, min, 1 / 2**20),
+        Measure("of_full", "of Full's bytes", "of_full.device", 2, min),
+        Measure("resident", "MiB with buffers", "resident_bytes", 2, min, 1 / 2**20),
         Measure("peak", "peak MiB", "peak_bytes", 2, min, 1 / 2**20),
         Measure("moved", "KiB per step", "bytes_per_step", 1, min, 1 / 2**10),
         Measure("attended", "attended", "attended_tokens", 0),
@@ -287,6 +290,8 @@ def _caption(layout: Layout) -> str:
         text += " In brackets: 95 % bootstrap interval over samples."
     if "to_full" in asked:
         text += " to Full: mean difference of the same samples."
+    if asked & {"device", "host"}:
+        text += f" {said_of_bytes(rows)}."
     if any(one.better for one in layout.measures):
         text += " Bold: the best of a column, Full and Oracle excluded."
     text += f" Machine: {several(row['device'] for row in rows)}."

@@ -76,7 +76,10 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
     scores = marks.assign(y=marks.score)
     level = scores.assign(x=marks.budget.mask(marks.level))
     yield _over(f"{title}: score against budget", level, BUDGET, ticks=sorted(set(level.x.dropna())))
-    for key, what, label in (("resident", "cache", "MiB of cache after the last step"), ("tpot", "time", "TPOT, ms")):
+    for key, what, label in (
+        ("device", "cache", "MiB of cache on the device after the last step"),
+        ("tpot", "time", "TPOT, ms"),
+    ):
         yield _over(f"{title}: score against {what}", scores.assign(x=marks[key])[marks[key].notna()], label)
     for key, what, end in (("tpot", TIMES, "tpot_p95"), ("tt2t", "time to the second token, s", "tt2t")):
         bars = marks.assign(x=marks.shown, y=marks[key], low=marks[key], high=marks[end])
@@ -101,7 +104,7 @@ def _mark(record: Record, label: str) -> dict[str, Any]:
     row, score, level = record["row"], MEASURES["score"], record["ignores_budget"]
     budget = row["budget_ratio"] if row["budget_ratio"] is not None else row["budget_applied"]
     low, high = score.interval(record) or (None, None)
-    keys = ("score", "resident", "tpot", "tpot_p95", "tt2t")
+    keys = ("score", "device", "tpot", "tpot_p95", "tt2t")
     numbers = {key: float("nan") if (value := MEASURES[key].of(record)) is None else value for key in keys}
     parts = [f"{record['method']}, budget {budget_text(row)}", f"score {numbers['score']:.1f}"]
     parts[1] += "" if low is None else f" [{low:.1f}, {high:.1f}]"

@@ -11,6 +11,8 @@ Columns are the names that a user types:
     model.<o> method.<o> task.<o>                options of a group
     attn, decode.temperature, ...                top-level keys: fields of the row, or what its folder's name says
     score score.low score.high                   0..100 with its 95 % interval; likewise to_full, and to_full.p; samples
+    held_bytes.device held_bytes.host            the cache without unused buffer capacity (of rows of older versions with it)
+    of_full.device of_full.host                  that as a share of all that Full holds
     resident_bytes resident_bytes.device ...     an object of numbers: their sum, and each (peak_bytes, bytes_per_step, extra,
                                                  diagnostics, metric, versions: each alone)
     <any other field of a row>
@@ -32,7 +34,7 @@ import pandas as pd
 
 from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, rows_under
+from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, held, rows_under, share_of_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
@@ -119,7 +121,7 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     common |= {key: first[key] for key in FIELDS if key in first}  # type: ignore[literal-required]
     common |= {**texts, "budget": "" if ignored else budget_text(first), "ignores_budget": ignored}
     common |= {"seed": ", ".join(str(row["seed"]) for row in group), "row": first, "rows": list(group)}
-    every = [dict(_flat(row)) for row in group]
+    every = [{**dict(_flat(row)), **_bytes(row, find_full(row, full))} for row in group]
     numbers = dict.fromkeys(name for one in every for name in one if name not in ("seed", "score"))
     whole = {name: known_mean(one.get(name) for one in every) for name in numbers}
     names = list(first["sample_scores"]) if datasets and len(first["sample_scores"]) > 1 else []
@@ -151,6 +153,11 @@ def _flat(row: Row) -> Iterator[tuple[str, float]]:
         for name in (name for name, value in task.get("metrics", {}).items() if value is not None):
             metrics.setdefault(name, []).append(task["metrics"][name])
     yield from ((f"metric.{name}", fmean(values)) for name, values in metrics.items())
+
+
+def _bytes(row: Row, full: Row | None) -> dict[str, float]:
+    known = {"held_bytes": held(row), "of_full": share_of_full(row, full)}
+    return {f"{name}.{tier}": of.get(tier, 0.0) for name, of in known.items() if of for tier in ("device", "host")}
 
 
 def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dict[str, Any]:

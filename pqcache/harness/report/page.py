@@ -31,7 +31,7 @@ from pqcache.registry import METHODS, method_class
 
 NAME = "report.html"
 TEMPLATE = Path(__file__).with_name("page.html.jinja")
-SHOWN = "kl fall tt2t tpot tpot_p95 prefill index_build resident peak moved attended prompt".split()
+SHOWN = "kl fall tt2t tpot tpot_p95 prefill index_build device host of_full peak moved attended prompt".split()
 FACTS: dict[str, Callable[[Row], Any]] = {
     "models": lambda row: row["model"],
     "tasks": lambda row: row["task"],
@@ -91,7 +91,7 @@ def _table_of(views: Iterable[CellView]) -> dict[str, Any]:
     """{head, lines}: a line per row. Each cell is (what is shown, what it is sorted by)."""
     known = [view for view in views if view.row is not None]
     records = frame(view.row for view in known if view.row is not None).to_dict("records")
-    shown = [MEASURES[key] for key in SHOWN if any(MEASURES[key].of(record) is not None for record in records)]
+    shown = [MEASURES[key] for key in SHOWN if any(MEASURES[key].of(record) for record in records)]
     head = ["model", "task", "method", "budget", "seed", "options", "samples", "score", "95 %", "to Full", "95 % "]
     lines = []
     for view, record in zip(known, records, strict=True):

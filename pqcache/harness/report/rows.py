@@ -195,6 +195,19 @@ def held(row: Row) -> dict[str, float]:
     return content(row) or row["resident_bytes"]
 
 
+def said_of_bytes(rows: Iterable[Row]) -> str:
+    """What the bytes of `held` are, for captions."""
+    if all(content(row) for row in rows if row["resident_bytes"]):
+        return "MiB: cache after the last step, without unused buffer capacity"
+    return "MiB: cache after the last step, of rows of older versions with unused buffer capacity"
+
+
+def share_of_full(row: Row, full: Row | None) -> dict[str, float]:
+    """Tier -> content of the row's cache as a share of all that Full holds; empty where either is not known."""
+    whole = 0.0 if full is None else sum(content(full).values())
+    return {tier: known / whole for tier, known in content(row).items()} if whole else {}
+
+
 def decode_of(row: Row) -> dict[str, Any]:
     """How a row's tokens were chosen. Rows that do not say it are greedy."""
     return {**asdict(DecodeOptions()), **row["decode"]}

@@ -9,7 +9,18 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report.any_table import MEASURES, Record
 from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
-from pqcache.harness.report.rows import NO_FULL, Row, batch_text, content, cut_text, decode_of, find_full, skipped_text
+from pqcache.harness.report.rows import (
+    NO_FULL,
+    Row,
+    batch_text,
+    content,
+    cut_text,
+    decode_of,
+    find_full,
+    said_of_bytes,
+    share_of_full,
+    skipped_text,
+)
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, spread
 from pqcache.harness.tasks import task_class
 from pqcache.naming import size
@@ -21,7 +32,6 @@ QUALITY, COST = (
 )
 COLUMNS = (*QUALITY, *COST)
 OF_METRICS = {"KL to Full": "kl", "fall": "fall"}  # of fidelity, of turns
-TIERS = {"device MiB": "device", "host MiB": "host"}
 ALONE = "(no interval: one sample)"  # in place of an interval in a sentence
 
 
@@ -39,7 +49,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     for cell in cells:
         absent = [outcomes.get(cell.name, MISSING), *[""] * (len(COLUMNS) - 1)]
         budget = "" if cell.ignores_budget else ", ".join(f"{b} tokens" if b > 1 else f"{b:g}" for b in cell.budgets)
-        numbers = _measured(records[cell.name], rows) if cell.name in rows else absent
+        numbers = _measured(records[cell.name]) if cell.name in rows else absent
         body.append([*(cell_label(cell, key) for key in keys), budget, *numbers])
     table = Table("", [*keys, "budget", *COLUMNS], body, len(keys) + 1)
     empty = {"host MiB"} if not any(row["resident_bytes"].get("host") for row in rows.values()) else set()
@@ -53,18 +63,16 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     return text
 
 
-def _measured(record: Record, rows: Mapping[str, Row]) -> list[str]:
+def _measured(record: Record) -> list[str]:
     row: Row = record["row"]
     is_full = row["method"] == "full"
-    exact = all(content(other) for other in rows.values() if other["resident_bytes"])
-    full = None if is_full or not exact else find_full(row, rows.values())
     return [
         number(row["score"]),
         "" if is_full else signed(row["paired_difference"]),
         "" if is_full else spread(row["paired_difference"], row["paired_interval"], signed) + of_samples(row),
         *(number(MEASURES[key].of(record), MEASURES[key].digits) for key in OF_METRICS.values()),
         number(row["attended_tokens"], 0) + budget_mark(row),
-        *(_mebibytes(row, full, tier, exact) for tier in TIERS.values()),
+        *(_mebibytes(record, tier) for tier in ("device", "host")),
         number(row["tt2t_s"], 3),
         number(row["tpot_p50_ms"], 2),
     ]
@@ -76,20 +84,10 @@ def of_samples(row: Row) -> str:
     return "" if paired is None or paired >= row["n_samples"] else f" ({paired} of {row['n_samples']} samples)"
 
 
-def _mebibytes(row: Row, full: Row | None, tier: str, exact: bool) -> str:
-    """Bytes on a tier, and in brackets their share of all that Full holds. exact: without unused buffer capacity."""
-    if not row["resident_bytes"]:
-        return MISSING
-    held = (content(row) if exact else row["resident_bytes"]).get(tier, 0.0)
-    share = content_share(row, full, tier)
-    return number(held / 2**20, 1) + (f" ({share:.2f})" if share else "")
-
-
-def content_share(row: Row, full: Row | None, tier: str) -> float | None:
-    """A row's content on a tier as a share of all that Full holds; None where either is not known."""
-    if full is None or not content(row) or not (whole := sum(content(full).values())):
-        return None
-    return content(row).get(tier, 0.0) / whole
+def _mebibytes(record: Record, tier: str) -> str:
+    """Bytes on a tier, and in brackets their share of all that Full holds."""
+    held, share = MEASURES[tier].of(record), record.get(f"of_full.{tier}")
+    return number(held, 1) + (f" ({share:.2f})" if share and share == share and record["method"] != "full" else "")
 
 
 def sweep_caption(rows: Mapping[str, Row]) -> str:
@@ -104,16 +102,13 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     batch = batch_text(every) + (f", drawn at {drawn}" if drawn else "")
     named = [(f"{row['method']} at {budget_text(row)}", row) for row in every]
     meanings = {row["task"]: meaning for row in every if (meaning := score_meaning(row))}
-    bytes_ = "unused buffer capacity included"
-    if all(content(row) for row in every if row["resident_bytes"]):
-        shares = "; in brackets as a share of Full's" if any(row["method"] == "full" for row in every) else ""
-        bytes_ = f"without unused buffer capacity{shares}"
+    shares = "; in brackets as a share of Full's" if any(row["method"] == "full" for row in every) else ""
     lines = [
         *(["SMOKE RUN, no results: small random models, cut prompts and answers."] if every[0]["smoke"] else []),
         f"{names}, {tasks}: {samples_text(every, ' a cell')}{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
         f" on {several(row['device'] for row in every)}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
-        f"attended: tokens per decode step. MiB: cache after the last step, {bytes_}.",
+        f"attended: tokens per decode step. {said_of_bytes(every)}{shares}.",
         *(f"to Full is n/a: {reason}." for reason in dict.fromkeys(row["paired_reason"] for row in every) if reason),
         *(f"score of {task}: {meaning}." for task, meaning in meanings.items()),
         *(f"{BUDGET_MARK} {note}" for note in budget_notes(named)),
@@ -370,8 +365,9 @@ def summary(rows: Iterable[Row], method: str) -> list[str]:
         parts = []
         if row["tpot_p50_ms"] and full["tpot_p50_ms"]:
             parts.append(f"{row['tpot_p50_ms'] / full['tpot_p50_ms']:.2f} of Full's time per token")
-        device, host = (content_share(row, full, tier) for tier in ("device", "host"))
-        if device is not None:
+        shares = share_of_full(row, full)
+        if (device := shares.get("device")) is not None:
+            host = shares.get("host")
             of = "its" if parts else "Full's"
             parts.append(f"{device:.2f} of {of} device memory" + (f" ({host:.2f} more on the host)" if host else ""))
         if row["paired_difference"] is not None:
