@@ -16,7 +16,7 @@ TIMES = {
 }
 TIMES |= {"roofline_reason", "device", "git_commit", "versions", "digest"}
 # What a method reports of its own times and of what happened to be cached by earlier steps.
-EXTRA_TIMES = ("_s", "_ms", "overlap")
+EXTRA_TIMES = ("_s", "_ms", "overlap", "other_load")
 
 
 def results(out: Path) -> tuple[dict[str, dict[str, Any]], set[tuple[str, ...]]]:

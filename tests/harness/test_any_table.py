@@ -1,6 +1,10 @@
 """`tables=<folder>`: a table of any rows, from rows made by hand."""
 
 import csv
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +14,8 @@ import run
 from pqcache.harness.report import score_statistics
 from pqcache.harness.report.any_table import VALUES, lay_out, report, tables
 from pqcache.harness.report.rows import Row, rows_under, write_row
+from pqcache.harness.report.table import Bold
+from pqcache.harness.run.other_load import other_load
 
 
 def make_row(folder: Path, method: str, scores: dict[str, list[float]], **known: Any) -> None:
@@ -75,6 +81,26 @@ def test_bytes_are_the_content_not_the_buffers(tmp_path: Path) -> None:
     assert table.head[3:5] == ["device MiB", "of Full's bytes"]
     assert [["".join(part) for part in line[3:5]] for line in table.body] == [["4.0", "1.00"], ["1.0", "0.25"]]
     assert "without unused buffer capacity" in report(layout).caption
+
+
+def test_times_of_a_busy_machine_are_not_ranked(tmp_path: Path) -> None:
+    for load, ranked in ((0.02, True), (0.6, False)):
+        for method, tpot in (("full", 9.0), ("pqcache", 4.0), ("streaming", 2.0)):
+            extra = {"other_load": load if method == "pqcache" else 0.0}
+            make_row(tmp_path, method, {"t": [1, 2]}, extra=extra, timed_samples=2, tpot_p50_ms=tpot)
+        layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("tpot",))
+        (table,) = tables(layout)
+        assert [isinstance(line[1][0], Bold) for line in table.body] == [False, False, ranked]
+        assert ("up to 60% of the CPUs (1 of 3 rows)" in report(layout).caption) != ranked
+
+
+def test_the_load_of_other_programs_is_measured() -> None:
+    spin = "import time; end = time.time() + 2\nwhile time.time() < end: pass"
+    with subprocess.Popen([sys.executable, "-c", spin]):
+        time.sleep(0.3)  # it has begun
+        other_load()
+        time.sleep(1)
+        assert other_load()["other_load"] > 0.3 / len(os.sched_getaffinity(0))
 
 
 def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:

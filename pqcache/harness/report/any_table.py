@@ -31,7 +31,7 @@ from pqcache.harness.report.frame import (
     natural,
     pooled_groups,
 )
-from pqcache.harness.report.rows import Row, batch_text, said_of_bytes
+from pqcache.harness.report.rows import Row, batch_text, said_of_bytes, said_of_load
 from pqcache.harness.report.table import (
     EMPTY,
     MISSING,
@@ -109,6 +109,7 @@ MEASURES = {
         Measure("output_error", "output error", "diagnostics.output_error", 3, min),
     )
 }
+TIMES = {"tpot", "tpot_p95", "tt2t", "prefill", "index_build"}
 LOWER = ("_s", "_ms", "_bytes", "error", "perplexity")  # the end of a number of which less is better
 
 
@@ -246,7 +247,8 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
             head.append(one.title if alone else name if len(measures) == 1 else f"{name} {one.title}")
             ranked = [r for cells in lines.values() if (r := cells.get(column)) and r["method"] not in NOT_RANKED]
             known = [value for r in ranked if (value := one.of(r)) is not None]
-            best = one.better(known) if one.better is not None and len(known) > 1 else None
+            idle = one.name not in TIMES or not said_of_load(layout.every)
+            best = one.better(known) if one.better is not None and idle and len(known) > 1 else None
             for shown, cells in zip(body, lines.values(), strict=True):
                 shown.append(_field(cells.get(column), one, best, marked=one is measures[0]))
     if alone:
@@ -292,6 +294,8 @@ def _caption(layout: Layout) -> str:
         text += " to Full: mean difference of the same samples."
     if asked & {"device", "host"}:
         text += f" {said_of_bytes(rows)}."
+    if asked & TIMES:
+        text += f" {said_of_load(rows)}".rstrip()
     if any(one.better for one in layout.measures):
         text += " Bold: the best of a column, Full and Oracle excluded."
     text += f" Machine: {several(row['device'] for row in rows)}."

@@ -22,7 +22,7 @@ from pqcache.harness.report.any_table import MEASURES
 from pqcache.harness.report.charts import charts
 from pqcache.harness.report.footnotes import deviations
 from pqcache.harness.report.frame import budget_text, frame, pooled_groups
-from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, skipped_text
+from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, said_of_bytes, said_of_load, skipped_text
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.report.table import number, printable, several, signed, spread
 from pqcache.outside import each, finite
@@ -124,12 +124,14 @@ def _notes(rows: Sequence[Row], left_out: int) -> list[str]:
         "Score: 0 to 100, with a 95 % bootstrap interval over samples; n/a with one sample of a sub-task.",
         "To Full: the mean difference of the same samples, with its own interval. Compare differences, not scores.",
         "TT2T: seconds from the prompt to the second token, the index included. TPOT: milliseconds of a decode step.",
-        "MiB: cache after the last step, all tiers. KiB per step: bytes moved between tiers and read to select.",
+        f"{said_of_bytes(rows)}. KiB per step: bytes moved between tiers and read to select.",
         "Charts pool seeds: scores over the samples of all, times and bytes as means. The table has a line per cell.",
     ]
     if any(row["timed_samples"] is not None and row["timed_samples"] < row["n_samples"] for row in rows):
         text = "Times are of the samples that had a prefill of their own"
         notes.append(f"{text}; the others shared one with other cells.")
+    if said := said_of_load(rows):
+        notes.append(said)
     if unverified := sum(row["unverified_samples"] or 0 for row in rows):
         notes.append(f"{unverified} samples are of older lines, which do not name their configuration.")
     if any("-dirty" in (row["git_commit"] or "") for row in rows):

@@ -172,7 +172,7 @@ class Row(TypedDict):
     # With batch=n: batch, and with batch_check: batch_checked and batch_differ, samples that were answered again alone and those
     # whose answer differs. at_limit: answers that have all the tokens their task allows, most of them cut there; absent where no
     # answer is written, and for chats of several turns. softmax: what computes a model with soft-capped scores or attention
-    # sinks; absent for other models
+    # sinks; absent for other models. other_load: the share of the CPUs that other programs used meanwhile
     extra: dict[str, Any]  # means of what the method reports of itself, medians of seconds
     folder: str  # the cell's folder name
 
@@ -193,6 +193,15 @@ def content(row: Row) -> dict[str, float]:
 def held(row: Row) -> dict[str, float]:
     """Tier -> bytes of the cache: its content, or of older rows with unused buffer capacity."""
     return content(row) or row["resident_bytes"]
+
+
+def said_of_load(rows: Iterable[Row]) -> str:
+    """Whether other programs took more than a tenth of the CPUs while rows were timed; empty if not, or where nobody knows."""
+    timed = [row["extra"].get("other_load", 0.0) for row in rows if row["timed_samples"]]
+    busy = [load for load in timed if load > 0.1]
+    if not busy:
+        return ""
+    return f"Times do not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
 
 
 def said_of_bytes(rows: Iterable[Row]) -> str:
@@ -226,7 +235,7 @@ def pair_with_full(row: Row, full: Row | None, reason: str | None = None) -> Row
     differences = score_statistics.paired(row["sample_scores"], full["sample_scores"]) if full is not None else {}
     count = sum(map(len, differences.values()))
     if full is not None and not count:
-        full, reason = None, "Full has none of these samples"
+        full, reason = None, "Full has none of these samples" if row["sample_scores"] else None  # latency has none
     reference = score_statistics.only(full["sample_scores"], row["sample_scores"]) if full is not None else {}
     whole, known = _difference(differences), row["tasks"]
     tasks = {

@@ -18,6 +18,7 @@ from pqcache.harness.report.rows import (
     decode_of,
     find_full,
     said_of_bytes,
+    said_of_load,
     share_of_full,
     skipped_text,
 )
@@ -109,6 +110,7 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
         f" on {several(row['device'] for row in every)}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
         f"attended: tokens per decode step. {said_of_bytes(every)}{shares}.",
+        *([said] if (said := said_of_load(every)) else []),
         *(f"to Full is n/a: {reason}." for reason in dict.fromkeys(row["paired_reason"] for row in every) if reason),
         *(f"score of {task}: {meaning}." for task, meaning in meanings.items()),
         *(f"{BUDGET_MARK} {note}" for note in budget_notes(named)),

@@ -29,6 +29,7 @@ from pqcache.atomic import write_text
 from pqcache.harness.config.environment import Facts
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report.sample_lines import Key, Sample, SampleMarks, key_of, read_all
+from pqcache.harness.run.other_load import other_load
 from pqcache.outside import lines, open_regular, read_json, sealed
 
 if TYPE_CHECKING:
@@ -80,7 +81,8 @@ def make_sample(
     facts: Facts,
 ) -> Sample:
     """The line of one generation."""
-    work = {"index_work_s": result.index_work_s} if result.index_work_s else {}
+    more = {"index_work_s": result.index_work_s} if result.index_work_s else {}
+    more |= other_load()  # asked for with every sample: it is of the time since the one before
     own = {name: getattr(result, name) for name in OF_THE_RESULT}
     sample = {
         **dict(zip(("task", "doc_id", "fingerprint"), key, strict=True)),
@@ -90,7 +92,7 @@ def make_sample(
         "question_tokens": question_tokens,
         **{name: dict(value) if isinstance(value, dict) else value for name, value in own.items()},
         "step_s": [round(s, 7) for s in result.step_s],
-        "extra": {**result.extra, **work},
+        "extra": {**result.extra, **more},
         "attn": attn,
         **facts,
         "versions": dict(facts["versions"]),
