@@ -216,12 +216,14 @@ def check(method: str | type[Method], **options: Any) -> dict[str, str]:
     """Try a method on a tiny random model, print a line for each invariant, and return those that fail, with the reason.
 
     method: a class, or a name as `pqcache.use` takes it. options: its hyper-parameters, for prompts of about a hundred tokens.
-    Takes seconds on a CPU. Raises ValueError for an unknown name.
+    Takes seconds on a CPU. Raises ValueError for an unknown name, TypeError for what is no class of a Method.
     """
     if isinstance(method, str):
         if not is_known(method):
             raise ValueError(f"method={method!r}: unknown; {suggestion(method, METHODS)}")
         method = method_class(method)
+    if not (isinstance(method, type) and issubclass(method, Method)):
+        raise TypeError(f"method={method!r}: expected a name of pqcache.methods() or a class of a Method")
     subject, model, failed, start = Subject(method, options), small_model(), dict[str, str](), time.perf_counter()
     for name, holds_for in INVARIANTS.items():
         said = "ok"

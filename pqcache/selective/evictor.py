@@ -145,7 +145,11 @@ class EvictionPolicy(Method):
                 continue
             hi = filled - plan.local  # candidates are the entries between sinks and window
             kept = [slot[:, : plan.sinks], slot[:, hi:]]
-            if plan.k > 0 and scores is not None:
+            if plan.k > 0:
+                if scores is None:
+                    raise ValueError(
+                        f"{self.name} plans {plan.k} ranked tokens, but no head_scores of a scorer ranks them"
+                    )
                 weight = self.ranking(scores[row, :, :filled], h_kv, hi)[:, plan.sinks : hi]
                 kept.insert(1, top_tokens(weight[None], [plan.k])[0] + plan.sinks)
             rows.append(torch.cat(kept, dim=-1))
@@ -201,6 +205,10 @@ class Evictor(RowState):
         if self.method.refreshes:
             self._count_layers(lengths, is_turn)
         scores = self.scorer.head_scores(k, lengths, ctx)
+        wanted = n, h_kv * (self.shape.h // self.shape.h_kv), max(lengths)
+        if scores is not None and (scores.shape[:2] != wanted[:2] or scores.shape[2] < wanted[2]):
+            name = type(self.scorer).__name__
+            raise ValueError(f"{name}.head_scores: {tuple(scores.shape)}, expected {wanted}: row, query head, entry")
         if is_turn and not self.method.prunes_turns:
             slots, counts = torch.arange(max(lengths), device=k.device).expand(n, h_kv, -1), list(lengths)
         else:

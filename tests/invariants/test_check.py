@@ -13,6 +13,7 @@ from pqcache.api.invariants import INVARIANTS
 from pqcache.selective import Budget, Method
 from pqcache.selective.budget import Plan
 from pqcache.selective.dense import DenseLayer
+from pqcache.selective.scorer import Scorer
 from pqcache.selective.shape import ModelShape
 
 
@@ -52,6 +53,25 @@ class Failing(SnapKV):
         raise ZeroDivisionError("no layer")
 
 
+class Unranked(SnapKV):
+    """Plans to rank tokens and has nothing that does."""
+
+    def make_scorer(self, *place: Any) -> Scorer:
+        return Scorer()
+
+
+class PerHead(Scorer):
+    """Scores per KV head, where query heads are asked for."""
+
+    def head_scores(self, k: torch.Tensor, lengths: list[int], ctx: Any) -> torch.Tensor:
+        return k.norm(dim=-1)
+
+
+class Misshapen(SnapKV):
+    def make_scorer(self, *place: Any) -> Scorer:
+        return PerHead()
+
+
 @pytest.mark.parametrize(
     ("cls", "options", "name", "words"),
     [
@@ -61,6 +81,8 @@ class Failing(SnapKV):
         ),
         (Hoarder, {"n_sink": 8}, "bytes counted", "(3, 5)"),
         (Failing, {"n_sink": 4}, "left padding", "ZeroDivisionError: no layer (test_check.py, line"),
+        (Unranked, {"n_sink": 4}, "bytes counted", "no head_scores of a scorer ranks them"),
+        (Misshapen, {"n_sink": 4}, "bytes counted", "PerHead.head_scores: (1, 2, 300), expected (1, 4, 300)"),
         (SnapKV, {"n_sink": -1}, "no-op equals Full", "n_sink=-1: allowed is"),
         pytest.param(SnapKV, {"n_sink": 4, "w": 8}, "", "", marks=pytest.mark.rest),
     ],
@@ -70,3 +92,8 @@ def test_check_says_what_fails(cls: Any, options: Any, name: str, words: str, ca
     said = capsys.readouterr().out
     assert said.count("\n") == len(INVARIANTS) + 1 and f"{cls.__name__}: {len(failed)} of 6 fail" in said
     assert words in failed[name] if name else not failed
+
+
+def test_check_takes_methods_alone() -> None:
+    with pytest.raises(TypeError, match="expected a name of pqcache.methods"):
+        pqcache.check(dict)  # type: ignore[arg-type]
