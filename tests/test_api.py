@@ -227,14 +227,15 @@ def test_calls_of_eight_threads_take_turns(llama: PreTrainedModel) -> None:
     how = {"max_new_tokens": 12, "do_sample": False}
 
     def loop(ids: torch.Tensor) -> torch.Tensor:
-        cache, step = session.cache(), ids
+        cache, step = None, ids  # the first pass makes the method's
         with torch.no_grad():
             for _ in range(12):
-                step = llama(step, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+                out = llama(step, past_key_values=cache)
+                cache, step = out.past_key_values, out.logits[:, -1:].argmax(-1)
                 ids = torch.cat([ids, step], 1)
         return ids
 
-    with pqcache.use(llama, "pqcache", budget=0.3, n_sink=4, b=4) as session:
+    with pqcache.use(llama, "pqcache", budget=0.3, n_sink=4, b=4):
         alone = [llama.generate(ids, **how) for ids in prompts]
         with ThreadPoolExecutor(8) as pool:
             calls = [
@@ -338,9 +339,12 @@ def test_what_is_no_model_or_no_method(llama: PreTrainedModel) -> None:
 def test_arguments_of_generate_that_a_session_cannot_serve(
     llama: PreTrainedModel, arguments: dict, message: str
 ) -> None:
-    with pqcache.use(llama), pytest.raises(ValueError) as error:
-        llama.generate(tokens(70, 1), max_new_tokens=2, **arguments)
-    assert str(error.value).startswith(message) and "\n" not in str(error.value)
+    for passes in (False, True) if arguments.keys() & {"past_key_values", "use_cache"} else (False,):
+        with pqcache.use(llama), pytest.raises(ValueError) as error:
+            llama(tokens(70, 1), **arguments) if passes else llama.generate(
+                tokens(70, 1), max_new_tokens=2, **arguments
+            )
+        assert str(error.value).startswith(message) and "\n" not in str(error.value)
 
 
 def test_conversations_that_do_not_go_on(llama: PreTrainedModel) -> None:

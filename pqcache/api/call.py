@@ -17,6 +17,16 @@ NOT_HERE = {
 }
 
 
+def check_cache(cache: Any, use_cache: bool | None) -> None:
+    """Refuse what would be full attention: a cache of another kind, or none at all. Raises ValueError."""
+    if cache is not None and not isinstance(cache, SelectiveCache):
+        raise ValueError(
+            f"past_key_values of type {type(cache).__name__}: inside a session leave it out, or pass session.cache()"
+        )
+    if use_cache is False:
+        raise ValueError("use_cache=False: a method works in the cache; allowed is True")
+
+
 class Call:
     """The arguments of one call.
 
@@ -67,13 +77,7 @@ class Call:
 
     def check(self, method: Method) -> None:
         """Refuse arguments that this session cannot serve."""
-        cache = self.kwargs.get("past_key_values")
-        if cache is not None and not isinstance(cache, SelectiveCache):
-            raise ValueError(
-                f"past_key_values of type {type(cache).__name__}: inside a session leave it out, or pass session.cache()"
-            )
-        if self.setting("use_cache", True) is False:
-            raise ValueError("use_cache=False: a method works in the cache; allowed is True")
+        check_cache(self.kwargs.get("past_key_values"), self.setting("use_cache", True))
         for name, why in NOT_HERE.items():
             value = self.setting(name, None)
             # transformers ignores "hybrid", which many published generation configs hold

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-from pqcache.api.call import Call
+from pqcache.api.call import Call, check_cache
 from pqcache.api.checks import check_model, make_method, typed_value, unwrapped
 from pqcache.api.report import Report
 from pqcache.naming import suggestion
@@ -108,7 +109,8 @@ class Session:
     """A model under a method; made by `use`. May be entered again after it was left.
 
     model, method, attn, kernels: what it was made of. Inside the block `model.generate` answers under the method, one call at a
-    time, whatever thread it comes from, and so do loops of your own; outside of it the model is exactly as it was.
+    time, whatever thread it comes from, and so do loops of your own: `model(...)` without past_key_values begins with a new
+    cache, which its output holds. Outside of the block the model is exactly as it was.
     """
 
     def __init__(self, model: PreTrainedModel, method: Method, attn: str = "auto", kernels: str = "torch") -> None:
@@ -133,7 +135,7 @@ class Session:
             stack.callback(attributes.pop if before is None else attributes.__setitem__, "generate", before)
             attributes["generate"] = _Generate(self, self.model.generate)
             # a pass of a loop of one's own is a turn, too
-            hooks = self.model.register_forward_pre_hook(lambda *_: self._turn.acquire() and None, prepend=True)
+            hooks = self.model.register_forward_pre_hook(self._before_pass, prepend=True, with_kwargs=True)
             stack.callback(hooks.remove)
             stack.callback(self.model.register_forward_hook(lambda *_: self._turn.release(), always_call=True).remove)
             self._stack = stack.pop_all()
@@ -147,6 +149,15 @@ class Session:
             if stack is not None:
                 stack.close()
 
+    def _before_pass(self, _: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """A pass without a cache gets one of the method: without it, it would be full attention unnoticed."""
+        kwargs = {**dict(zip(inspect.signature(self.model.forward).parameters, args, strict=False)), **kwargs}
+        self._turn.acquire()  # the hook after the pass gives it back, also after an error
+        check_cache(kwargs.get("past_key_values"), kwargs.get("use_cache"))
+        if kwargs.get("past_key_values") is None:
+            kwargs |= {"past_key_values": self.cache(), "use_cache": True}
+        return (), kwargs
+
     def cache(self) -> SelectiveCache:
         """A new, empty cache of the method, to be passed as `past_key_values` to every call of a conversation or of your loop."""
         return SelectiveCache(self.model, self.method, attn=self.attn, kernels=self.kernels)
@@ -154,9 +165,15 @@ class Session:
     # -- figures ----------------------------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """What the last call of `generate` did and cost. Raises RuntimeError before the first one."""
+        """What the last call of `generate` did and cost. Raises RuntimeError before the first one.
+
+        Of a loop of your own ask its cache: `resident_bytes()`, `content_by_tier()`, `ledger.attended(all_layers=False)`.
+        """
         if self._last is None:
-            raise RuntimeError("no call of model.generate has ended in this session yet")
+            raise RuntimeError(
+                "no call of model.generate has ended in this session yet; of a loop of your own ask its cache, such as"
+                " cache.content_by_tier()"
+            )
         return self._last
 
     @property

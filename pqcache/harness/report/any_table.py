@@ -30,8 +30,10 @@ from pqcache.harness.report.frame import (
     frame,
     natural,
     pooled_groups,
+    said_of_bytes,
+    said_of_load,
 )
-from pqcache.harness.report.rows import Row, batch_text, said_of_bytes, said_of_load
+from pqcache.harness.report.rows import Row, batch_text
 from pqcache.harness.report.table import (
     EMPTY,
     MISSING,

@@ -34,7 +34,7 @@ import pandas as pd
 
 from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, held, rows_under, share_of_full
+from pqcache.harness.report.rows import Row, changed_keys, compared, content, find_full, held, rows_under, share_of_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
@@ -226,6 +226,22 @@ HARDLY_COMPRESSED = 0.8  # planned tokens / prompt tokens: from here on hardly a
 def budget_mark(row: Row) -> str:
     """What stands behind the tokens that a row attends: BUDGET_MARK, or nothing."""
     return BUDGET_MARK if budget_remark(row) else ""
+
+
+def said_of_load(rows: Iterable[Row]) -> str:
+    """Whether other programs took more than a tenth of the CPUs while rows were timed; empty if not, or where nobody knows."""
+    timed = [row["extra"].get("other_load", 0.0) for row in rows if row["timed_samples"]]
+    busy = [load for load in timed if load > 0.1]
+    if not busy:
+        return ""
+    return f"Times do not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
+
+
+def said_of_bytes(rows: Iterable[Row]) -> str:
+    """What the bytes of `held` are, for captions."""
+    if all(content(row) for row in rows if row["resident_bytes"]):
+        return "MiB: cache after the last step, without unused buffer capacity"
+    return "MiB: cache after the last step, of rows of older versions with unused buffer capacity"
 
 
 def budget_notes(rows: Iterable[tuple[str, Row]]) -> list[str]:

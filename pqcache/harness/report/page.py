@@ -21,8 +21,8 @@ from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report.any_table import MEASURES
 from pqcache.harness.report.charts import charts
 from pqcache.harness.report.footnotes import deviations
-from pqcache.harness.report.frame import budget_text, frame, pooled_groups
-from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, said_of_bytes, said_of_load, skipped_text
+from pqcache.harness.report.frame import budget_text, frame, pooled_groups, said_of_bytes, said_of_load
+from pqcache.harness.report.rows import Row, changed_keys, rows_by_folder, skipped_text
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.report.table import number, printable, several, signed, spread
 from pqcache.outside import each, finite

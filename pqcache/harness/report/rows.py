@@ -195,22 +195,6 @@ def held(row: Row) -> dict[str, float]:
     return content(row) or row["resident_bytes"]
 
 
-def said_of_load(rows: Iterable[Row]) -> str:
-    """Whether other programs took more than a tenth of the CPUs while rows were timed; empty if not, or where nobody knows."""
-    timed = [row["extra"].get("other_load", 0.0) for row in rows if row["timed_samples"]]
-    busy = [load for load in timed if load > 0.1]
-    if not busy:
-        return ""
-    return f"Times do not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
-
-
-def said_of_bytes(rows: Iterable[Row]) -> str:
-    """What the bytes of `held` are, for captions."""
-    if all(content(row) for row in rows if row["resident_bytes"]):
-        return "MiB: cache after the last step, without unused buffer capacity"
-    return "MiB: cache after the last step, of rows of older versions with unused buffer capacity"
-
-
 def share_of_full(row: Row, full: Row | None) -> dict[str, float]:
     """Tier -> content of the row's cache as a share of all that Full holds; empty where either is not known."""
     whole = 0.0 if full is None else sum(content(full).values())

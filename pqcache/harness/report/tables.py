@@ -8,7 +8,16 @@ from statistics import fmean
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report.any_table import MEASURES, Record
-from pqcache.harness.report.frame import BUDGET_MARK, budget_mark, budget_notes, budget_remark, budget_text, frame
+from pqcache.harness.report.frame import (
+    BUDGET_MARK,
+    budget_mark,
+    budget_notes,
+    budget_remark,
+    budget_text,
+    frame,
+    said_of_bytes,
+    said_of_load,
+)
 from pqcache.harness.report.rows import (
     NO_FULL,
     Row,
@@ -17,8 +26,6 @@ from pqcache.harness.report.rows import (
     cut_text,
     decode_of,
     find_full,
-    said_of_bytes,
-    said_of_load,
     share_of_full,
     skipped_text,
 )
