@@ -72,6 +72,21 @@ def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (float(one["number"]), one["samples"], one["seeds"]) == (-7.5, "4", "0 1")
 
 
+def test_differences_to_another_method_are_at_its_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    columns = ("method",), ("budget",), ("to_full",)
+    (table,) = tables(lay_out(rows_under(folder), *columns, against="streaming"))
+    assert table.head == ["method", "0.1", "0.2"]
+    shown = [["".join(part).split(" ")[0] for part in line] for line in table.body]
+    # PQCache has 90, 80, 90, 90, StreamingLLM 10, 10 and 10, 20 twice; Full has one row for both budgets
+    assert shown == [["full", "-", "-"], ["pqcache", "+77.5", "+72.5"], ["streaming", "", ""]]
+    for seed in (0, 1):
+        make_row(folder, "streaming", {"t": [0, 0]}, budget=0.1, seed=seed, m=2)
+    layout = lay_out(rows_under(folder), *columns, against="streaming")
+    assert "streaming has several settings" in " ".join(layout.notes)
+    assert run.main([f"tables={folder}", "against=streamin"]) == 2
+    assert "against=streamin: no row has it; did you mean streaming?" in capsys.readouterr().err
+
+
 def test_bytes_are_the_content_not_the_buffers(tmp_path: Path) -> None:
     for method, device, host in (("full", 4.0, 0.0), ("pqcache", 1.0, 2.0)):
         known = {f"content_{tier}_bytes": size * 2**20 for tier, size in (("device", device), ("host", host))}

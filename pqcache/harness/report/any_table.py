@@ -3,6 +3,7 @@
     python run.py tables=results/runs                                             a line per method, columns by budget
     python run.py tables=results/runs rows=method,method.m columns=task.length values=score,tpot
     python run.py tables=results/runs rows=method columns=dataset values=score    a column per sub-task
+    python run.py tables=results/runs against=quest                               differences to Quest instead of Full
 
 rows and columns: model, method, task, budget, seed, dataset, protocol, any option (method.m, task.length, model.dtype) and any
 top-level key of a command. values: the names of MEASURES, metric.<lm-eval's metric>, or any number of a row
@@ -13,7 +14,7 @@ Writes <folder>/tables/table.md, .tex, .csv, and .png and .pdf where there are s
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -125,14 +126,17 @@ class Layout:
     measures: list[Measure]
     notes: list[str]
     every: list[Row]
+    against: str = "full"  # what `to_full` compares with
 
 
-def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], values: Sequence[str]) -> Layout:
+def lay_out(
+    rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], values: Sequence[str], against: str = "full"
+) -> Layout:
     """Place the configurations of these rows. Raises Refused for a key or a value that no row has."""
     asked = (*lines, *columns)
     groups, left_out = pooled_groups(rows)
     kept = [row for group in groups for row in group]
-    made = frame(kept, datasets="dataset" in asked, pool="seed" not in asked)
+    made = frame(kept, datasets="dataset" in asked, pool="seed" not in asked, against=against)
     keys: list[str] = made.attrs["keys"]
     errors = [
         f"{option}={key}: unknown; {suggestion(key, keys)}"
@@ -142,6 +146,8 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     ]
     if twice := [key for key in lines if key in columns]:
         errors.append(f"columns={','.join(columns)}: {twice[0]} is in rows")
+    if against not in (methods := [*sorted(set(made.method)), "full"]):
+        errors.append(f"against={against}: no row has it; {suggestion(against, methods)}")
     numbers = [name for name in made.select_dtypes("number").columns if name not in keys]
     measures = [measure(name, numbers) for name in values]
     errors += [one for one in measures if isinstance(one, str)]
@@ -175,12 +181,17 @@ def lay_out(rows: Sequence[Row], lines: Sequence[str], columns: Sequence[str], v
     marked = budget_notes(named)
     more = [f"{len(marked) - MOST_MARKS} more are marked"] if len(marked) > MOST_MARKS else []
     notes += [f"Marked {BUDGET_MARK}: {note}" for note in [*marked[:MOST_MARKS], *more]]
-    reasons = dict.fromkeys(row["paired_reason"] for row in firsts) if "to_full" in values else {}
-    notes += [f"to Full is {EMPTY}: {reason}" for reason in reasons if reason]
+    reasons = dict.fromkeys(made.paired_reason.dropna()) if "to_full" in values else {}
+    notes += [f"{_to(against)} is {EMPTY}: {reason}" for reason in reasons]
     if left_out:
         other = "another one of the same configuration and seed has as many samples"
         notes.append(f"{left_out} rows are left out: {other}")
-    return Layout(tables, down, tuple(columns), measures, notes, kept)  # type: ignore[arg-type]
+    measures = [replace(one, title=_to(against)) if one is MEASURES["to_full"] else one for one in measures]
+    return Layout(tables, down, tuple(columns), measures, notes, kept, against)  # type: ignore[arg-type]
+
+
+def _to(method: str) -> str:
+    return "to Full" if method == "full" else f"to {method}"
 
 
 def measure(name: str, numbers: Sequence[str]) -> Measure | str:
@@ -252,7 +263,11 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
             idle = one.name not in TIMES or not said_of_load(layout.every)
             best = one.better(known) if one.better is not None and idle and len(known) > 1 else None
             for shown, cells in zip(body, lines.values(), strict=True):
-                shown.append(_field(cells.get(column), one, best, marked=one is measures[0]))
+                record = cells.get(column)
+                if record is None or (one.name in ("to_full", "p") and record["method"] == layout.against):
+                    shown.append("")
+                else:
+                    shown.append(_field(record, one, best, marked=one is measures[0]))
     if alone:
         at = [f"{key} {value}" for key, value in zip(layout.columns, across[0], strict=True) if value]
     else:
@@ -261,10 +276,8 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
     return Table(", ".join(part for part in [title, *at] if part), head, body, len(layout.rows))
 
 
-def _field(record: Record | None, of: Measure, best: float | None, *, marked: bool) -> Field:
+def _field(record: Record, of: Measure, best: float | None, *, marked: bool) -> Field:
     """marked: with the mark of a configuration that attends clearly more or less than its budget."""
-    if record is None or (of.name in ("to_full", "p") and record["method"] == "full"):
-        return ""
     value = of.of(record)
     show = signed if of.name == "to_full" else (lambda value, _: p_value(value)) if of.name == "p" else number
     if value is not None:
@@ -293,7 +306,8 @@ def _caption(layout: Layout) -> str:
     if asked & {"score", "to_full"}:
         text += " In brackets: 95 % bootstrap interval over samples."
     if "to_full" in asked:
-        text += " to Full: mean difference of the same samples."
+        at = "" if layout.against == "full" else " at the same budget"
+        text += f" {_to(layout.against)}: mean difference of the same samples{at}."
     if asked & {"device", "host"}:
         text += f" {said_of_bytes(rows)}."
     if asked & TIMES:

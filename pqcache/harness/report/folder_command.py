@@ -1,7 +1,7 @@
 """Commands on a folder of rows, which compose no configuration and run nothing.
 
 python run.py report=<folder> [out=<folder>]                                                    one HTML file
-python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [out=<folder>]  Markdown, LaTeX, CSV, PNG
+python run.py tables=<folder> [rows=method] [columns=budget] [values=score,tpot] [against=full]  Markdown, LaTeX, CSV, PNG
 python run.py advise=<folder, or a model> [memory=0.25] [quality=-2]                             which methods stay within limits
 """
 
@@ -14,7 +14,7 @@ from pqcache.harness.report.table import printable
 from pqcache.naming import suggestion
 
 # command -> what else it takes
-TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "out"), "advise": ("memory", "quality")}
+TAKES = {"report": ("out",), "tables": ("rows", "columns", "values", "against", "out"), "advise": ("memory", "quality")}
 FLAGS = ("-m", "--multirun")  # typed from habit: nothing is swept
 
 
@@ -42,7 +42,8 @@ def answer(argv: Sequence[str]) -> int:
 
             names = {"rows": any_table.ROWS, "columns": any_table.COLUMNS, "values": any_table.VALUES}
             chosen = [_list(options[key], key) if key in options else default for key, default in names.items()]
-            layout = any_table.lay_out(rows, *chosen)
+            lines, columns, values = chosen
+            layout = any_table.lay_out(rows, lines, columns, values, options.get("against", "full"))
             text, files = any_table.write(layout, out / any_table.FOLDER, folder.resolve().name)
             print(printable(f"{text}\n" + "\n".join(map(str, files))))
     except OSError as error:
@@ -65,7 +66,13 @@ def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         if key not in (*takes, *commands):
             errors.append(f"{one_line(key)[:60]}: {command}=<folder> runs nothing; {suggestion(key, takes)}")
         elif not value.strip():
-            what = {"out": "name a folder", command: "name a folder", "memory": "be a number", "quality": "be a number"}
+            what = {
+                "against": "name a method",
+                "out": "name a folder",
+                command: "name a folder",
+                "memory": "be a number",
+                "quality": "be a number",
+            }
             errors.append(f"{key}=: must {what.get(key, 'list names')}")
     if errors:
         raise Refused(errors)

@@ -3,6 +3,7 @@
     frame(rows_under(folder))                    a line per row
     frame(rows, datasets=True)                   a line per row and sub-task, and one for their average
     frame(rows, pool=True)                       seeds of one configuration pooled: a line per configuration
+    frame(rows, against="quest")                 `to_full` is the difference to this method at the same budget
 
 Columns are the names that a user types:
 
@@ -28,13 +29,24 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, cast
 
 import pandas as pd
 
 from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import Row, changed_keys, compared, content, find_full, held, rows_under, share_of_full
+from pqcache.harness.report.rows import (
+    Row,
+    changed_keys,
+    compared,
+    content,
+    find_full,
+    held,
+    match_full,
+    pair_with_full,
+    rows_under,
+    share_of_full,
+)
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
@@ -46,12 +58,16 @@ SAMPLES = ("sample_scores", "answer_scores", "tasks", "pass_at_interval")  # in 
 ENDS = ("low", "high")
 
 
-def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False) -> pd.DataFrame:
+def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False, against: str = "full") -> pd.DataFrame:
     """The rows as a frame. See the module's docstring for its columns."""
     rows = list(rows)
-    full = [row for row in rows if row["method"] == "full"]
+    full, other = ([row for row in rows if row["method"] == name] for name in ("full", against))
     groups = pooled_groups(rows)[0] if pool else [[row] for row in rows]
-    made = pd.DataFrame([line for group in groups for line in _lines(group, full, datasets)])
+    lines = (
+        [{**line, **_quality(group, other, task, against)} for line, task in _lines(group, full, datasets)]
+        for group in groups
+    )
+    made = pd.DataFrame([line for of in lines for line in of])
     options = (name for row in rows for name in _options(row))
     made.attrs["keys"] = list(dict.fromkeys(["dataset", *options, *FIELDS]))
     return made
@@ -111,8 +127,8 @@ def natural(text: str) -> list[tuple[bool, float, str]]:
 # -- the lines ---------------------------------------------------------------------------------------------------------
 
 
-def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterator[dict[str, Any]]:
-    """The lines of a configuration: one, or one per sub-task and their average."""
+def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterator[tuple[dict[str, Any], str | None]]:
+    """(Line but for its quality, sub-task) of a configuration: one, or one per sub-task and, under None, their average."""
     first = group[0]
     common = _options(first)
     ignored = ignores_budget(first)
@@ -127,7 +143,7 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     names = list(first["sample_scores"]) if datasets and len(first["sample_scores"]) > 1 else []
     for task in (*names, None):
         name = AVERAGE if task is None else task.removeprefix(f"{first['task']}_")
-        yield {**common, "dataset": name, **(whole if task is None else {}), **_quality(group, full, task)}
+        yield {**common, "dataset": name, **(whole if task is None else {})}, task
 
 
 def _options(row: Row) -> dict[str, Any]:
@@ -160,33 +176,51 @@ def _bytes(row: Row, full: Row | None) -> dict[str, float]:
     return {f"{name}.{tier}": of.get(tier, 0.0) for name, of in known.items() if of for tier in ("device", "host")}
 
 
-def _quality(group: Sequence[Row], full: Sequence[Row], task: str | None) -> dict[str, Any]:
-    """Score and difference to Full of a sub-task or of all: as the row has them, or over the samples of several seeds."""
+def _match(row: Row, others: Sequence[Row], against: str) -> tuple[Row | None, str | None]:
+    """(the row of Full, or of `against` at the same budget, to compare with, or why there is none)."""
+    if against != "full":
+        others = [other for other in others if ignores_budget(other) or budget_text(other) == budget_text(row)]
+        if len({repr(other["hyper_parameters"]) for other in others}) > 1:
+            return None, f"{against} has several settings"
+    return match_full(row, others, against)
+
+
+def _quality(group: Sequence[Row], others: Sequence[Row], task: str | None, against: str) -> dict[str, Any]:
+    """Score of a sub-task or of all and its difference to `others`, the rows of `against`, at the same budget.
+
+    As the row has them where that is Full; else, and of several seeds, over their samples.
+    """
     counts = (row["n_samples"] if task is None else len(row["sample_scores"][task]) for row in group)
     made: dict[str, Any] = {"samples": sum(counts)}
     if any(row["score"] is None for row in group):
         return made
     if len(group) == 1:
-        row = group[0] if group[0]["method"] == "full" else compared(group[0], full)
+        row = group[0]
+        if row["method"] != against:
+            alone = cast(Row, {**row, "paired_with": None})
+            row = compared(row, others) if against == "full" else pair_with_full(alone, *_match(row, others, against))
+        made |= {"paired_reason": row["paired_reason"]}
         part: Mapping[str, Any] = row if task is None else row["tasks"].get(task, {})
         numbers = part.get("score"), part.get("score_interval")
         only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"]) == 1 else part
         for name, ends in (only.get("metric_intervals") or {}).items():
             made |= {f"metric.{name}.{end}": at for end, at in zip(ENDS, ends or (None, None), strict=True)}
-        against = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
+        difference = part.get("paired_difference"), part.get("paired_interval"), part.get("paired_p")
     else:
         scores = pooled((row["seed"], _of(row["sample_scores"], task)) for row in group)
         numbers = score_statistics.mean(scores), score_statistics.interval(scores)
-        pairs = [(row, other) for row in group if (other := find_full(row, full)) is not None]
-        against = None, None, None
+        found = [(row, *_match(row, others, against)) for row in group]
+        pairs = [(row, other) for row, other, _ in found if other is not None]
+        made |= {"paired_reason": next((reason for _, other, reason in found if other is None), None)}
+        difference = None, None, None
         if len(pairs) == len(group):
             both = [(row["seed"], row["sample_scores"], other["sample_scores"]) for row, other in pairs]
             every = pooled((seed, _of(score_statistics.paired(*scores), task)) for seed, *scores in both)
             means = score_statistics.mean(every), score_statistics.interval(every)
-            against = *means, score_statistics.significance(every)
+            difference = *means, score_statistics.significance(every)
     made |= _with_ends("score", *numbers)
-    if group[0]["method"] != "full":  # it is what others are compared with
-        made |= {**_with_ends("to_full", *against[:2]), "to_full.p": against[2]}
+    if group[0]["method"] != against:  # it is what others are compared with
+        made |= {**_with_ends("to_full", *difference[:2]), "to_full.p": difference[2]}
     return made
 
 

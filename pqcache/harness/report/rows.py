@@ -255,13 +255,13 @@ def find_full(row: Row, rows: Iterable[Row]) -> Row | None:
     return match_full(row, rows)[0]
 
 
-def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
-    """(the Full row to compare with, or why there is none)."""
+def match_full(row: Row, rows: Iterable[Row], method: str = "full") -> tuple[Row | None, str | None]:
+    """(the row of Full, or of another method, to compare with, or why there is none)."""
     keys = ("model", "model_options", "task", "task_options", "seed")
-    full = [r for r in rows if r["method"] == "full" and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
+    full = [r for r in rows if r["method"] == method and all(r[k] == row[k] for k in keys)]  # type: ignore[literal-required]
     full = [r for r in full if decode_of(r) == decode_of(row)]
     if not full:
-        return None, NO_FULL
+        return None, NO_FULL if method == "full" else f"no {method} cell of this model, task, seed and budget"
     own = _run_of(row)
     unlike = {r["folder"]: [key for key, value in _run_of(r).items() if _differ(value, own[key])] for r in full}
     best = min(full, key=lambda r: (len(unlike[r["folder"]]), -r["n_samples"], r["folder"]))
@@ -273,7 +273,7 @@ def match_full(row: Row, rows: Iterable[Row]) -> tuple[Row | None, str | None]:
 
     theirs = _run_of(best)
     words = [f"{key} ({short(theirs[key])}, here {short(own[key])})" for key in unlike[best["folder"]]]
-    return None, f"the Full cell was run with another {', '.join(words)}"
+    return None, f"the {'Full' if method == 'full' else method} cell was run with another {', '.join(words)}"
 
 
 def _run_of(row: Row) -> dict[str, Any]:
