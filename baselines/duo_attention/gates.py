@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from transformers import PreTrainedModel
+from transformers.utils import logging
 
 from pqcache.selective.attach import attach
 from pqcache.selective.attention import attend_exactly
@@ -62,7 +63,9 @@ def train_gates(model: PreTrainedModel, ids: torch.Tensor, steps: int) -> Tensor
         weight.requires_grad_(False)
     try:
         with torch.enable_grad(), attach(model):
-            for step in range(steps):
+            for step in logging.tqdm(
+                range(steps), desc="gates of DuoAttention", delay=5, leave=False
+            ):  # on a CPU an hour
                 tokens = with_passkeys(ids[0].cpu(), draw)[None, -t:]
                 whole, full = attended(model, tokens)
                 layers = [GateLayer(i, shape, gates[i], out, seen) for i, out in enumerate(full)]
