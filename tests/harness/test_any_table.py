@@ -128,3 +128,15 @@ def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
     assert [line[:2] for line in of_t.body] == [["pqcache", "2"], ["pqcache", "4"], ["pqcache", "16"]]
     assert of_t.head == ["method", "method.m", "score"]
     assert "protocol" in layout.notes[0]
+
+
+def test_only_the_same_samples_are_ranked(tmp_path: Path) -> None:
+    for method, scores in (("full", [9, 9]), ("pqcache", [5, 5]), ("streaming", [3, 3])):
+        make_row(tmp_path, method, {"t": scores})
+        more = [*scores, 99] if method == "streaming" else scores
+        make_row(tmp_path / "nine", method, {"t": more}, task_options={"length": 9})
+    layout = lay_out(rows_under(tmp_path), ("method",), ("budget",), ("score",))
+    usual, nine = sorted(tables(layout), key=lambda table: table.title)
+    assert (usual.title, nine.title) == ("task.length=512, budget 1", "task.length=9, budget 1")
+    bold = [[isinstance(line[1][0], Bold) for line in table.body] for table in (usual, nine)]
+    assert bold == [[False, True, False], [False, False, False]]

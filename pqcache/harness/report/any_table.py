@@ -162,6 +162,9 @@ def lay_out(
         of_place = pd.Series([list(budgets.get(place, [""])) for place in places], made.index)
         made = made.assign(budget=made.budget.where(~made.ignores_budget, of_place)).explode("budget")
     own = [key for key in OWN_TABLE if key not in asked and made[key].nunique() > 1]
+    # a task of other options is other work; `source` may be another path to the same
+    settings = [key for key in keys if key.startswith("task.") and key not in ("task.source", *asked)]
+    own += [key for key in settings if (made.groupby(["model", "task"])[key].nunique() > 1).any()]
     extra, hidden = _told_apart(made, [*asked, *own], keys)
     own += [key for key in extra if key in OWN_TABLE]
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
@@ -169,7 +172,8 @@ def lay_out(
     records: list[Record] = sorted(made.to_dict("records"), key=lambda r: [natural(r[key]) for key in down])
     # Full first, then Oracle
     for record in sorted(records, key=lambda r: [r["method"] != name for name in NOT_RANKED]):
-        tables.setdefault(", ".join(record[key] for key in own if record[key]), []).append(record)
+        title = ", ".join(record[k] if k in OWN_TABLE else f"{k}={record[k]}" for k in own if record[k])
+        tables.setdefault(title, []).append(record)
     firsts = [group[0] for group in groups]
     shown = (*own, *down, *columns, *UNTOLD, "budget", "dataset")
     others = [key for key in keys if key not in shown and not key.startswith("method.")]
@@ -260,6 +264,7 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
             head.append(one.title if alone else name if len(measures) == 1 else f"{name} {one.title}")
             ranked = [r for cells in lines.values() if (r := cells.get(column)) and r["method"] not in NOT_RANKED]
             known = [value for r in ranked if (value := one.of(r)) is not None]
+            known = known if len(set(map(_samples, ranked))) == 1 else []
             idle = one.name not in TIMES or not said_of_load(layout.every)
             best = one.better(known) if one.better is not None and idle and len(known) > 1 else None
             for shown, cells in zip(body, lines.values(), strict=True):
@@ -274,6 +279,13 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
         what = measures[0].title if len(measures) == 1 else ""
         at = [f"{what} by {', '.join(layout.columns)}".strip()]
     return Table(", ".join(part for part in [title, *at] if part), head, body, len(layout.rows))
+
+
+def _samples(record: Record) -> frozenset:
+    """What it is about: two configurations compare on the same samples alone."""
+    return frozenset(
+        (row["seed"], task, *row["sample_scores"][task]) for row in record["rows"] for task in row["sample_scores"]
+    )
 
 
 def _field(record: Record, of: Measure, best: float | None, *, marked: bool) -> Field:
@@ -313,7 +325,7 @@ def _caption(layout: Layout) -> str:
     if asked & TIMES:
         text += f" {said_of_load(rows)}".rstrip()
     if any(one.better for one in layout.measures):
-        text += " Bold: the best of a column, Full and Oracle excluded."
+        text += " Bold: the best of a column of the same samples, Full and Oracle excluded."
     text += f" Machine: {several(row['device'] for row in rows)}."
     return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else "") + text
 
