@@ -56,14 +56,16 @@ def largest_attention(q: torch.Tensor, k: torch.Tensor, lo: int, hi: int, scalin
     q (h, t, d), k (h_kv, m, d), the last t keys the queries' own: a query sees those up to its own, and all before them.
     """
     (t, m), dtype = (q.shape[1], k.shape[1]), accumulator_dtype(q)
-    q, k = q.to(dtype).unflatten(0, (k.shape[0], -1)), k.to(dtype)[:, None]
-    best = q.new_zeros((k.shape[0], hi - lo))
+    q, k = q.to(dtype).unflatten(0, (k.shape[0], -1)), k.to(dtype)
+    best = q.new_full((k.shape[0], hi - lo), -torch.inf)  # logarithms
+    ahead = torch.ones((BLOCK, BLOCK), dtype=torch.bool, device=q.device).triu(1)
     for start in range(0, t, BLOCK):
         some = q[:, :, start : start + BLOCK]
-        seen = torch.ones((some.shape[2], m), dtype=torch.bool, device=q.device).tril(m - t + start)
-        probs = capped(some @ k.mT * scaling, scaling).masked_fill_(~seen, -torch.inf).softmax(-1)
-        best = best.maximum(probs[..., lo:hi].amax((1, 2)))
-    return best
+        size, end = some.shape[2], min(m, m - t + start + BLOCK)  # no query of the block sees a key from `end` on
+        logits = capped((some.flatten(1, 2) @ k[:, :end].mT).unflatten(1, (-1, size)) * scaling, scaling)
+        logits[..., end - size :].masked_fill_(ahead[:size, :size], -torch.inf)
+        best = best.maximum((logits[..., lo:hi] - logits.logsumexp(-1, keepdim=True)).amax((1, 2)))
+    return best.exp()
 
 
 class RepeatLayer(SelectiveLayer):
