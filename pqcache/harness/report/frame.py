@@ -268,7 +268,7 @@ def said_of_load(rows: Iterable[Row]) -> str:
     busy = [load for load in timed if load > 0.1]
     if not busy:
         return ""
-    return f"Times do not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
+    return f"Times may not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
 
 
 def said_of_bytes(rows: Iterable[Row]) -> str:
