@@ -20,6 +20,11 @@ GEOMETRIES: dict[str, dict[str, Any]] = json.loads(
 )
 
 
+def published(name: str) -> PreTrainedConfig | None:
+    """The configuration by a name of GEOMETRIES, in the 16 bits in which all of them were published; None for any other name."""
+    return AutoConfig.for_model(**GEOMETRIES[name], dtype="bfloat16") if name in GEOMETRIES else None
+
+
 def geometry(name: str) -> PreTrainedConfig:
     """The configuration by a name of GEOMETRIES, a hub id or a folder. Raises ValueError, one line, for any other name."""
     if name in GEOMETRIES:

@@ -24,7 +24,7 @@ from pqcache.harness.config.cells import Cell
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import models
 from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes
-from pqcache.measure.geometries import GEOMETRIES, geometry
+from pqcache.measure.geometries import published
 from pqcache.selective import Method, ModelShape
 from pqcache.store.buffer import round_up
 
@@ -151,10 +151,8 @@ def config_of(cell: Cell) -> Any:
         with offline():
             return models.load_config(name, options)
     except (OSError, ValueError):
-        if name not in GEOMETRIES:
+        if (known := published(name)) is None:
             raise
-        known = geometry(name)
-        known.dtype = torch.bfloat16  # all of them were published in 16 bits
         return known
 
 

@@ -11,12 +11,14 @@ from collections import Counter
 from dataclasses import dataclass, field
 from statistics import fmean
 
-from pqcache.harness.config import environment, identity
+from pqcache.harness.config import identity
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
 from pqcache.harness.launch.bound import Memory, words
 from pqcache.harness.report.sample_lines import read_all
+from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
+from pqcache.harness.tasks.hub import NotAtHand
 from pqcache.measure.machine import device_caption
 from pqcache.outside import reason
 
@@ -119,7 +121,8 @@ def _documents(cell: Cell, session: Session) -> Documents:
         loaded = session.text_side(cell)
         requests = session.requests(cell, loaded)
     except (OSError, ValueError) as error:
-        note = f"{task.name}: the data is not at hand ({reason(error)[:80]})"
+        why = "a plan downloads nothing" if isinstance(error, NotAtHand) else reason(error)
+        note = f"{task.name}: the data is not at hand ({why})"
         return Documents({}, (told.prompt or room, told.answer), note)
     counts: dict[str, set[int]] = {}
     for request in requests:
@@ -180,9 +183,11 @@ def time_words(plan: Plan) -> str:
 
 
 def show(plan: RunPlan) -> int:
-    """Print the whole plan of a checked command. Returns the exit code."""
-    environment.quiet()
-    print(text(make(plan, Session())))
+    """Print the whole plan of a checked command. Returns the exit code. Raises Refused for what the run would refuse."""
+    session = Session(weights=False)
+    with bound.offline():
+        precheck.check(plan, session, planned=True)
+    print(text(make(plan, session)))
     return 0
 
 

@@ -1,4 +1,7 @@
-"""Refuse folders, data and models that cannot be used, before any weights are loaded. Raises `Refused`."""
+"""Refuse folders, data and models that cannot be used, before any weights are loaded. Raises `Refused`.
+
+A plan refuses what its run would, but for what another machine or a download may bring: devices, models and data of the hub.
+"""
 
 import json
 import os
@@ -8,16 +11,31 @@ from typing import Any
 
 import torch
 
+from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import LocalLaunch, Refused, one_line
 from pqcache.harness.config.rules import nearest_existing
 from pqcache.harness.run import model_files, models
 from pqcache.harness.run.prompts import Reader, TooLong
 from pqcache.harness.run.session import Session, model_key, source
+from pqcache.harness.tasks.hub import NotAtHand
+from pqcache.measure.geometries import published
 from pqcache.outside import reason
 from pqcache.selective import NotApplicable
 from pqcache.selective.attach import check_config
 from pqcache.selective.shape import served
+
+
+def check(plan: RunPlan, session: Session, *, planned: bool = False) -> None:
+    """Everything. planned: for a plan."""
+    run = plan.cells[0].run
+    out = Path(run.out).expanduser()
+    check_out(out)
+    environment.quiet()
+    check_models(plan, session, planned=planned)
+    environment.keep_files_under(out, Path(run.cache_dir).expanduser())
+    check_data(plan, planned=planned)
+    check_prompts(plan, session)
 
 
 def check_out(out: Path) -> None:
@@ -28,7 +46,7 @@ def check_out(out: Path) -> None:
         raise Refused([f"out={out}: cannot be written ({error.strerror})"]) from error
 
 
-def check_data(plan: RunPlan) -> None:
+def check_data(plan: RunPlan, *, planned: bool = False) -> None:
     """Refuse tasks whose published data is not available."""
     errors, seen = list[str](), set[str]()
     for cell in plan.cells:
@@ -40,7 +58,7 @@ def check_data(plan: RunPlan) -> None:
                 if cell.decode.temperature:
                     cell.task.check_drawn(cell.decode.temperature)
             except ValueError as error:
-                errors.append(str(error))
+                errors += [] if planned and isinstance(error, NotAtHand) else [str(error)]
     if errors:
         raise Refused(errors)
 
@@ -65,7 +83,7 @@ def check_prompts(plan: RunPlan, session: Session) -> None:
         raise Refused(errors)
 
 
-def check_models(plan: RunPlan, session: Session) -> None:
+def check_models(plan: RunPlan, session: Session, *, planned: bool = False) -> None:
     """Refuse cells that cannot run on their model, from the model's configuration alone.
 
     In a sweep, a method that does not apply to a model is skipped instead, and the cells of a model whose configuration
@@ -79,13 +97,14 @@ def check_models(plan: RunPlan, session: Session) -> None:
             try:
                 configs[key] = _config(cell)
             except (OSError, ValueError) as error:
-                configs[key] = None
                 session.unloadable[key] = error
-                if not plan.sweep:
+                elsewhere = planned and not Path(str(cell.identity["model"]["path"])).expanduser().exists()
+                configs[key] = published(cell.identity["model"]["name"]) if elsewhere else None
+                if not (elsewhere or plan.sweep):
                     errors.append(str(error))
         if cell.method is None:
             continue
-        if isinstance(cell.launch, LocalLaunch):  # else the device is a worker's
+        if isinstance(cell.launch, LocalLaunch) and not planned:  # else the device is a worker's
             errors += _missing_devices(cell)
         if configs[key] is not None:
             errors += _misfits(cell, configs[key])

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell, RunPlan, open_folder, write_status
 from pqcache.harness.config.options import Launch, LocalLaunch, RayLaunch
 from pqcache.harness.report import papers, tables, trade_off
@@ -74,12 +73,7 @@ def run_cells(plan: RunPlan, session: Session) -> dict[str, Outcome]:
     """Run every cell of a checked plan: cell name -> how it ended. Several plans may share a session."""
     first = plan.cells[0]
     out = Path(first.run.out).expanduser()
-    precheck.check_out(out)
-    environment.quiet()
-    precheck.check_models(plan, session)
-    environment.keep_files_under(out, Path(first.run.cache_dir).expanduser())
-    precheck.check_data(plan)
-    precheck.check_prompts(plan, session)
+    precheck.check(plan, session)
     if any(cell.run.fresh for cell in plan.cells):
         set_aside(plan)
     run = _Run(plan, session)

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING, Any
 from pqcache.fields import Positive, Whole, added
 from pqcache.harness.tasks import definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
+from pqcache.harness.tasks.hub import NotAtHand
 from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
 from pqcache.naming import near
 from pqcache.outside import reason
@@ -191,7 +192,7 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
             if rows is not None and str(error).startswith("task.source"):
                 raise ValueError(str(error)) from error
             help_ = "if it is offline, set task.include to a folder with a definition of local files"
-            raise ValueError(f"task.name={self.target}: cannot be loaded ({reason(error)}); {help_}") from error
+            raise NotAtHand(f"task.name={self.target}: cannot be loaded ({reason(error)}); {help_}") from error
         loaded = {"tasks": loaded["tasks"]} if rows is not None else loaded  # without the group of `_over`
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):

@@ -12,6 +12,10 @@ MEMORY = 30.0  # seconds
 PORTS = {"http": 80, "https": 443}
 
 
+class NotAtHand(ValueError):
+    """Data of the hub that cannot be had now. A run refuses it; a plan, which downloads nothing, goes on without."""
+
+
 def unreachable() -> str:
     """Why no request reaches the hub; empty where one may: it answers, or a proxy stands between.
 

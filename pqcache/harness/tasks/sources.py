@@ -120,12 +120,12 @@ def _read_hub(data: DataSet) -> tuple[Rows, Facts]:
     refused = f"task.source=hub: {name}, split {data.split}, cannot be had"
     help_ = f"check network and access, or set task.source to a folder with {data.files[0]}, or to {data.offline}"
     if not _has_stored_tables() and (why := hub.without(data.repo)):
-        raise ValueError(f"{refused}: {why}; {help_}")
+        raise hub.NotAtHand(f"{refused}: {why}; {help_}")
 
     import datasets
 
     # gated, renamed, offline, no network, no space: the kinds of errors differ by version
-    with refusing(refused, more=f"; {help_}"):
+    with refusing(refused, more=f"; {help_}", of=hub.NotAtHand):
         table = datasets.load_dataset(data.repo, data.config, split=data.split, revision=data.revision)
     rows = [dict(row) for row in table]
     return rows, facts_of(f"hub {name}", {data.split: digest(rows)}, data.revision)
@@ -225,7 +225,7 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
         errors.HFValidationError: f"task.revision={revision}: is no name of a branch, tag or commit",
     }
     if why := hub.without(repo):
-        raise ValueError(f"task.source=hub: {filename} of {name} cannot be had: {why}; check the network, {local}")
+        raise hub.NotAtHand(f"task.source=hub: {filename} of {name} cannot be had: {why}; check the network, {local}")
     try:
         return Path(hf_hub_download(repo, filename, repo_type="dataset", revision=revision, local_files_only=offline))
     except (OSError, ValueError, RuntimeError) as error:  # offline, no network, no space: the kinds differ by version
@@ -233,7 +233,7 @@ def hub_file(repo: str, filename: str, revision: str | None) -> Path:
             raise ValueError(known) from error
         why = "HF_HUB_OFFLINE=1 and it is not in the cache" if offline else reason(error)
         way = "unset HF_HUB_OFFLINE to download it" if offline else "check the network"
-        raise ValueError(f"task.source=hub: {filename} of {name} cannot be had ({why}); {way}, {local}") from error
+        raise hub.NotAtHand(f"task.source=hub: {filename} of {name} cannot be had ({why}); {way}, {local}") from error
 
 
 def hub_facts(repo: str, filename: str, path: Path) -> Facts:

@@ -13,7 +13,7 @@ from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import device_caption
 from tests.harness import cells, made_rows
-from tests.harness.cells import Patch
+from tests.harness.cells import Capture, Command, Patch, error_of
 
 pytestmark = pytest.mark.usefixtures("no_model")
 SMALL = ("task=pocket_qa", "task.length=512", "limit=7", "wandb=disabled")
@@ -70,6 +70,24 @@ def test_a_run_on_another_machine_s_gpu_is_planned_too(tmp_path: Path, monkeypat
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = plan.make(planned(tmp_path, "method=full", "model.device=cuda", *SMALL), Session())
     assert "cuda: size unknown\n" in plan.text(found)
+
+
+def test_a_plan_refuses_what_its_run_would(command: Command, tmp_path: Path, capsys: Capture) -> None:
+    own = {"column": '{"question": "a"}', "broken": '{"prompt": ', "long": json.dumps({"prompt": "word " * 5000})}
+    for name, text in own.items():
+        (tmp_path / f"{name}.jsonl").write_text(text)
+    prompts = [["task=prompts", f"task.source={tmp_path / name}.jsonl"] for name in own]
+    for words in [*prompts, ["task.length=8192"], ["method=oracle", "dense_layers=3"], ["out=/proc/foo"]]:
+        said = error_of(capsys, command("method=full", *words))
+        assert error_of(capsys, command("method=full", *words, "plan=true")) == said
+
+
+def test_what_a_download_would_bring_is_not_refused(tmp_path: Path, command: Command, capsys: Capture) -> None:
+    for model in ("model=hf", "model.path=no/such"), ("model=llama-3-8b-instruct",):
+        assert command("method=full", *model, "task=longbench", "plan=true") == 0
+        assert "longbench: the data is not at hand (" in capsys.readouterr().out
+    said = error_of(capsys, command("method=full", "model=llama-3-8b-instruct", "task.length=8192", "plan=true"))
+    assert "task.length=8192: with 48 new tokens more than the 8192 tokens" in said
 
 
 @pytest.mark.rest
