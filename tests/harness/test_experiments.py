@@ -1,6 +1,7 @@
 """Every experiment that repeats a table or figure composes, and its methods are made, without a model or data."""
 
 import shlex
+import shutil
 from collections import Counter
 from itertools import cycle
 from pathlib import Path
@@ -15,7 +16,7 @@ from pqcache.harness.report import papers, published
 from pqcache.harness.report.entries import printed_rows, table_entries
 from pqcache.harness.report.published import CONFIGS, words
 from pqcache.harness.report.published import experiments as repeating
-from tests.harness.cells import plan_of, planned
+from tests.harness.cells import plan_of, planned, refused
 from tests.thin import thin
 
 REPEATED = repeating()
@@ -83,6 +84,44 @@ def test_commands_of_single_cells(name: str, tmp_path: Path) -> None:
         (alone,) = planned(words[2:]).cells
         assert alone.name == cell.name
         assert published.cell_score(alone) == published.cell_score(cell)
+
+
+OWN = {
+    "mine.yaml": "mine: {defaults: [override /method: snapkv], limit: 2}",
+    "flat.yaml": "method: snapkv\ntask: pocket_qa\ntask.length: 512\nbudget: 0.1,0.2",
+    "two.yaml": "a: {method: snapkv}\nb: {method: snapvk}",
+    "list.yaml": "[1]",
+    "broken.yaml": "a: [",
+}
+
+
+@pytest.mark.parametrize(
+    ("typed", "budgets", "line"),
+    [
+        ("mine", [0.2], ""),  # a file of configs/experiment with an entry of its own name
+        ("mine.yaml", [0.2], ""),
+        ("flat.yaml", [0.1, 0.2], ""),
+        ("two.yaml:a", [0.2], ""),
+        ("two.yaml:b", [], "method=snapvk: unknown method; did you mean snapkv? (in experiment="),
+        ("two.yaml:e", [], "two.yaml:<entry>; known: a, b"),
+        ("two.yaml", [], "two.yaml:<entry>; known: a, b"),
+        ("list.yaml", [], "list.yaml: holds no experiments"),
+        ("broken.yaml", [], "broken.yaml: is no YAML"),
+        ("none.yaml", [], "none.yaml: there is no such file"),
+    ],
+)
+def test_a_file_of_one_s_own(tmp_path: Path, typed: str, budgets: list[float], line: str) -> None:
+    shutil.copytree(CONFIGS, configs := tmp_path / "configs")
+    for name, text in OWN.items():
+        (tmp_path / name).write_text(text)
+    shutil.copy(tmp_path / "mine.yaml", configs / "experiment")
+    words = f"experiment={typed if typed == 'mine' else tmp_path / typed}"
+    if line:
+        assert line in "\n".join(refused(words, configs))
+        return
+    plan = planned(words, configs)
+    assert [cell.identity["budget"] for cell in plan.cells] == budgets and plan.sweep == (len(budgets) > 1)
+    assert {cell.identity["method"]["name"] for cell in plan.cells} == {"snapkv"}
 
 
 @pytest.mark.rest

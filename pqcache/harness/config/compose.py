@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from pqcache import places
 from pqcache.fields import option_fields
-from pqcache.harness.config.experiments import experiments
+from pqcache.harness.config.experiments import experiment_of
 from pqcache.harness.config.options import Refused, show
 from pqcache.harness.config.overrides import (
     EXPERIMENT,
@@ -87,7 +87,10 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     for key in ("experiment", "scale"):
         if any(o.key_or_group == key and o.is_sweep_override() for o in overrides):
             raise Refused([*errors, f"{key}: one at a time"])
-    changed = max(path.stat().st_mtime_ns for path in config_dir.rglob("*.yaml"))
+    named = next((str(o.value()) for o in reversed(overrides) if o.key_or_group == "experiment"), None)
+    experiment = experiment_of(config_dir, named)
+    files = [*config_dir.rglob("*.yaml"), *([experiment.file] if experiment is not None else [])]
+    changed = max(path.stat().st_mtime_ns for path in files)
     compose_once = partial(_compose_once, config_dir.resolve(), changed)
     # without sweeps: to read hydra.mode, the experiment's own sweep and its cells
     first = [o for o in overrides if o.key_or_group != CELL and not isinstance(o.value(), Glob)]
@@ -100,9 +103,9 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
             errors.append("scale=paper: only an experiment with `paper_scale:` has two sizes")
         else:
             set_there |= {str(key): item for key, item in head["paper_scale"].items()}
-    experiment = hydra["choices"].get(EXPERIMENT)
     from_file = [f"{key}={yaml_text(value)}" for key, value in set_there.items() if key not in typed]
-    own = parsed(from_file, config_dir, errors, origin=f" (in experiment={experiment})")
+    own = parsed(from_file, config_dir, errors, origin=f" (in experiment={named})")
+    sweep = sweep or any(o.is_sweep_override() for o in own)
     if not sweep:
         swept = [o.input_line for o in overrides if o.is_sweep_override()]
         errors += [f"{line}: several values need -m ({places.COMMAND} -m ...)" for line in swept]
@@ -116,7 +119,8 @@ def compose_all(argv: list[str], config_dir: Path) -> Request:
     if summary is not None and summary not in METHODS:
         errors.append(f"summary={shortened(show(summary))}: unknown method; {suggestion(str(summary), METHODS)}")
     show_config = flags.cfg is not None
-    return Request(composed, sweep, experiment, show_config, best_of, report, tuple(argv), errors, summary)
+    name = experiment.name if experiment is not None else None
+    return Request(composed, sweep, name, show_config, best_of, report, tuple(argv), errors, summary)
 
 
 # -- what an experiment's file says ------------------------------------------------------------------------------------
@@ -209,8 +213,8 @@ def _composed(
     files = {group: file_of(config_dir, group, choices[group]) for group in ALONE}
     typed = tuple(text.lstrip("+").replace(f"{EXPERIMENT}=", "experiment=") for text in arguments)
     named = {_key(text) for text in overrides}
-    if experiment := choices.get(EXPERIMENT):
-        named |= {f"task.{key}" for key in experiments(config_dir)[experiment].values.get("task") or ()}
+    if (experiment := experiment_of(config_dir, choices.get(EXPERIMENT))) is not None:
+        named |= {f"task.{key}" for key in experiment.values.get("task") or ()}
     return Composed(config, files, cell, typed, frozenset(named))
 
 
@@ -262,7 +266,7 @@ def _with_method(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tup
     file = _alone(config_dir / "method" / f"{name}.yaml", changed)
     others = tuple(text for text in groups if not text.startswith("method="))
     hydra, chosen = _chosen(config_dir, changed, groups if file is None else others)
-    experiment = experiments(config_dir).get(hydra["choices"].get(EXPERIMENT))
+    experiment = experiment_of(config_dir, hydra["choices"].get(EXPERIMENT))
     own = (experiment.values.get("method") if experiment is not None else None) or {}
     if file is None or not isinstance(own, dict):
         return _chosen(config_dir, changed, groups)
@@ -283,22 +287,23 @@ def _alone(path: Path, changed: int) -> dict[str, Any] | None:
 @lru_cache(maxsize=1024)
 def _chosen(config_dir: Path, changed: int, groups: tuple[str, ...]) -> tuple[dict[str, Any], Any]:
     """A choice of groups, composed by Hydra, which takes a good part of a second. changed: when the newest file was."""
-    texts = list(groups)
-    for name in (text.partition("=")[2] for text in groups if text.startswith(f"{EXPERIMENT}=")):
-        if (known := experiments(config_dir).get(name)) is not None:
-            texts.append(str(known.values.get("defaults")))
-            if known.file.stem != name:  # no file of its own
-                store = ConfigStore.instance()
-                store.repo.pop("experiment", None)  # Hydra copies all that is stored whenever it composes
-                store.store(group="experiment", name=name, node=known.values)
+    name = next((text.partition("=")[2] for text in reversed(groups) if text.startswith(f"{EXPERIMENT}=")), None)
+    texts, mentioned = list(groups), str(groups)
+    if (known := experiment_of(config_dir, name)) is not None:
+        stored = f"{known.name}.entry"  # by the name of a file Hydra would read the file
+        store = ConfigStore.instance()
+        store.repo.pop("experiment", None)  # Hydra copies all that is stored whenever it composes
+        store.store(group="experiment", name=stored, node=known.values)
+        texts = [f"{EXPERIMENT}={stored}" if text == f"{EXPERIMENT}={name}" else text for text in groups]
+        mentioned += str(known.values.get("defaults"))
     for task in PARTS:
-        if any(task in text for text in texts):
+        if task in mentioned:
             part("task", task)
     with initialize_config_dir(version_base="1.3", config_dir=str(config_dir)):
-        composed = compose(config_name="config", overrides=list(groups), return_hydra_config=True)
+        composed = compose(config_name="config", overrides=texts, return_hydra_config=True)
     node = composed.hydra
     params = OmegaConf.to_container(node.sweeper.params, resolve=False) if node.sweeper.params is not None else {}
-    hydra = {"mode": str(node.mode), "params": params, "choices": OmegaConf.to_container(node.runtime.choices)}
+    hydra = {"mode": str(node.mode), "params": params, "choices": {**node.runtime.choices, EXPERIMENT: name}}
     OmegaConf.set_struct(composed, False)
     del composed["hydra"]
     return hydra, OmegaConf.to_container(composed, resolve=False)

@@ -4,8 +4,9 @@
       defaults: [...]
       cells: {...}
 
-A file holds entries, each an experiment by its key, which is not the file's name; or it is one experiment itself. Entries of
-a file share what they have in common by YAML's anchors. The comment above an entry begins with the command that runs it.
+A file holds entries, each an experiment by its key; or it is one experiment itself. A file elsewhere is typed by its path
+(docs/commands.md). Entries of a file share what they have in common by YAML's anchors. The comment above an entry begins with
+the command that runs it.
 """
 
 import re
@@ -14,7 +15,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from pqcache.outside import read_yaml
+from pqcache.harness.config.options import GROUPS, Refused
+from pqcache.naming import suggestion
+from pqcache.outside import read_text, read_yaml
 
 FOLDER = "experiment"
 MOST_ALIASES = 1000  # of a file, whose experiments share parts
@@ -26,6 +29,7 @@ KEYS = {"defaults", "cells", "model", "method", "task", "report", "hydra", "laun
 class Experiment:
     """One experiment. head: the lines of its comment, without `#`. values: what it sets, unchecked."""
 
+    name: str
     file: Path
     head: list[str]
     values: dict[str, Any]
@@ -37,20 +41,48 @@ class Experiment:
 
 
 def experiments(config_dir: Path) -> dict[str, Experiment]:
-    """Name -> experiment, by file. Raises ValueError for a file that is none."""
+    """Name -> experiment, by file. Raises Refused for a file that is none."""
     files = sorted((config_dir / FOLDER).glob("*.yaml"))
     return {name: one for file in files for name, one in _read(file, file.stat().st_mtime_ns).items()}
 
 
+def experiment_of(config_dir: Path, typed: str | None) -> Experiment | None:
+    """The experiment of this name, of a file (a.yaml) or of an entry of one (a.yaml:first). Raises Refused for a wrong file."""
+    if (of_file := re.fullmatch(r"(.+?\.ya?ml)(?::(.*))?", typed or "")) is None:
+        return experiments(config_dir).get(typed) if typed else None
+    path, entry = of_file.groups(default="")
+    file = next((one for one in (Path(path).expanduser(), config_dir / FOLDER / path) if one.is_file()), None)
+    if file is None:
+        raise Refused([f"experiment={typed}: there is no such file"])
+    entries = _read(file, file.stat().st_mtime_ns)
+    name = entry or (file.stem if file.stem in entries or len(entries) != 1 else next(iter(entries)))
+    if name not in entries:
+        raise Refused([f"experiment={typed}: name one entry, as {path}:<entry>; {suggestion(entry, entries)}"])
+    return entries[name]
+
+
 @lru_cache(maxsize=256)
 def _read(file: Path, changed: int) -> dict[str, Experiment]:
-    text = file.read_text(encoding="utf-8")
-    values = read_yaml(file, MOST_ALIASES) or {}
+    try:
+        text, values = read_text(file), read_yaml(file, MOST_ALIASES) or {}
+    except (OSError, ValueError) as error:
+        raise Refused([str(error)]) from error
     if not isinstance(values, dict):
-        raise ValueError(f"{file}: holds no experiments")
+        raise Refused([f"{file}: holds no experiments"])
     if KEYS & values.keys() or not all(isinstance(entry, dict) for entry in values.values()):
-        return {file.stem: Experiment(file, comment(text), values)}
-    return {str(name): Experiment(file, comment(text, str(name)), entry) for name, entry in values.items()}
+        return {file.stem: Experiment(file.stem, file, comment(text), _as_typed(values))}
+    return {str(n): Experiment(str(n), file, comment(text, str(n)), _as_typed(one)) for n, one in values.items()}
+
+
+def _as_typed(values: dict[str, Any]) -> dict[str, Any]:
+    """What an experiment sets. What it says as a command line does, it sweeps over: `method: full,snapkv`, `method.m: 4`."""
+    typed = {k: v for k, v in values.items() if "." in str(k) or isinstance(v, str) and (k in GROUPS or "," in v)}
+    if not typed:
+        return values
+    hydra = values.get("hydra") or {}
+    sweeper = hydra.get("sweeper") or {}
+    hydra = {**hydra, "sweeper": {**sweeper, "params": {**(sweeper.get("params") or {}), **typed}}}
+    return {**{k: v for k, v in values.items() if k not in typed}, "hydra": hydra}
 
 
 def comment(text: str, key: str | None = None) -> list[str]:

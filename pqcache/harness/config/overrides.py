@@ -18,7 +18,7 @@ from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
 from pqcache.fields import option_fields
-from pqcache.harness.config.experiments import experiments
+from pqcache.harness.config.experiments import experiment_of, experiments
 from pqcache.harness.config.options import COMMON, GROUPS, Refused, one_line, plain, show
 from pqcache.harness.tasks import PARTS, task_class
 from pqcache.naming import suggestion
@@ -168,7 +168,7 @@ def _wrong_choice(group: str, value: Any, config_dir: Path) -> str:
     except NotLoaded as error:
         return str(error)
     files = options_of(group, config_dir)
-    if name in files:
+    if name in files or (group == "experiment" and experiment_of(config_dir, name)):
         return ""
     if name in METHODS:
         return f"method={name}: has no file configs/method/{name}.yaml; make configs writes it"
@@ -212,7 +212,7 @@ def texts(override: Override, config_dir: Path) -> Iterable[str]:
         return (f"{prefix}={value}" for value in _values(override, config_dir))
     if override.is_sweep_override():
         return (f"{prefix}={value}" for value in override.sweep_string_iterator())
-    return [f"{prefix}={override.get_value_element_as_str()}"]
+    return [f"{prefix}={override.value() if key == 'experiment' else override.get_value_element_as_str()}"]
 
 
 def product(overrides: list[Override], config_dir: Path) -> list[list[str]]:
