@@ -30,6 +30,8 @@ def folder(tmp_path: Path) -> Path:
     # differences to Full: +1 and -1 in turn; -10 each; +8 and -8 in turn, whose mean is 0 and standard deviation 8.26; 0; 0
     found = [row("full", 1, [90] * 16), row("snapkv", 0.15, [91, 89] * 8), row("streaming", 0.2, [80] * 16)]
     found += [row("h2o", 0.1, [98, 82] * 8), row("quest", 1.1, [90] * 16), row("tova", 0.12, [90] * 16)]
+    found += [row("pyramidkv", 0.2, [98, 78] * 8)]  # the mean is on the limit
+    found += [{**row(method, 0.1, [90] * 16), "resident_bytes": {}} for method in ("sparq", "infllm")]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, found)))
     return tmp_path
 
@@ -43,6 +45,8 @@ def test_verdicts_and_samples_follow_from_the_paired_differences(folder: Path) -
     # (1.96 x 8.26 / 2)^2 = 65.5
     assert "cannot be told: about 66 samples" in lines["h2o"] and " * " in lines["h2o"]
     assert "streaming" not in lines and "quest" not in lines
+    assert lines["pyramidkv"].endswith("cannot be told") and said.count("the mean is on the limit") == 1
+    assert "Left out of needle (no bytes were measured): infllm 0.2, sparq 0.2.\n" in said
     assert "1 too far from Full, 1 too large" in said
     assert "memory=0.25 quality=-2: snapkv budget=0.2 meets them." in said
     assert "-m method=full,snapkv budget=0.2 model=smollm2-135m-instruct task=prompts task.source=prompts.jsonl" in said

@@ -33,6 +33,7 @@ MOST_CELLS = 100_000  # of one command
 # Environment variables that a configuration may not read: it is written to disk and to logs.
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 NO_SECRETS = "a variable that may hold a secret (KEY, TOKEN, SECRET, PASSWORD) cannot be read into a configuration"
+EMPTY = re.compile(r"[=\[,]\s*,|,\s*\]?$")  # an entry of a list
 WANDB_KEY = re.compile(r"^(\+{0,2})wandb\.(?=\w)")  # wandb.project=x is typed for wandb_project=x
 # WANDB_MODE -> wandb; dryrun is wandb's older word
 WANDB_MODES = {"online": "online", "offline": "offline", "disabled": "disabled", "dryrun": "offline"}
@@ -129,7 +130,8 @@ def parsed(words: Iterable[str], config_dir: Path, errors: list[str], origin: st
                 override = parser.parse_override(text)
                 line = f"{wrong}{origin}" if (wrong := _wrong(override, config_dir)) else ""
             except (HydraException, RecursionError, ValueError):  # ValueError: thousands of digits
-                line = f"{shortened(text)}: not a valid <key>=<value>; quote special characters: \"key='value'\""
+                why = "not a valid <key>=<value>; quote special characters: \"key='value'\""
+                line = f"{shortened(text)}: {'a value between commas is empty' if EMPTY.search(text) else why}"
             else:
                 (bad.add(override.key_or_group) if line else good.append(override))
         errors += [line] if line else []

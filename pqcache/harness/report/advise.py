@@ -90,13 +90,15 @@ def advice(asked: str, memory: str, quality: str) -> str:
         group = groups.setdefault(json.dumps(facts, sort_keys=True), {})
         # of two rows of one configuration the one with more samples
         group[row["folder"]] = max(group.get(row["folder"], row), row, key=lambda one: one["n_samples"])
+    left: dict[tuple[str, str | None], list[str]] = {}  # task and why -> what is left out
     for group in groups.values():
         found, left_out = _candidates(list(group.values()), *limits)
         if found:
             every.append(found)
             blocks.append(_block(found, limits[1]))
         for row, why in left_out:
-            blocks.append(f"{row['method']} {budget_text(row)} ({row['task']}) is left out: {why}")
+            left.setdefault((row["task"], why), []).append(f"{row['method']} {budget_text(row)}")
+    blocks += [f"Left out of {task} ({why}): {', '.join(dict.fromkeys(of))}." for (task, why), of in left.items()]
     if not every:
         raise Refused([f"advise={asked}: no row of a method beside a Full row of the same samples"])
     return "\n\n".join([*blocks, *_command(every, asked, *limits)])
@@ -194,7 +196,7 @@ def _block(found: Sequence[Candidate], quality: float) -> str:
             continue
         if verdict == OPEN:
             needed = one.needed(quality) if one.interval is not None else None
-            verdict += f": about {needed} samples" if needed else ": the mean is on the limit or of one sample"
+            verdict += f": about {needed} samples" if needed else ""
         body.append([
             " ".join([one.row["method"], *one.options]), "" if ignores_budget(one.row) else budget_text(one.row),
             f"{number(one.device / MIB)} ({one.share:.2f})", number(one.host / MIB), number(one.row["tpot_p50_ms"], 2),
@@ -207,6 +209,8 @@ def _block(found: Sequence[Candidate], quality: float) -> str:
     axes = "bytes on the device, time and score" if timed else "bytes on the device and score; not all rows have times"
     title = f"{row['task']} ({options}), {row['prompt_tokens']:.0f} prompt tokens, {row['model']}"
     notes = [f"*: no other row is better in one and worse in none of {axes}."]
+    if any(line[-1] == OPEN for line in body):
+        notes.append("Told by no number of samples: the mean is on the limit or of one sample.")
     if rest := [one.verdict for one, rival in zip(found, beaten) if rival and one.verdict in (QUALITY, MEMORY)]:
         counts = ", ".join(f"{rest.count(why)} {why}" for why in dict.fromkeys(rest))
         notes.append(f"Not shown, since another row is better: {counts}.")

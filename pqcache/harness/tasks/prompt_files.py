@@ -61,6 +61,10 @@ def check_prompts(source: str, word: str = "") -> None:
     path = Path(source).expanduser()
     known = source == word or path.is_dir() or (path.is_file() and path.name.endswith(SUFFIXES))
     allowed = f"must be {f'{word}, ' if word else ''}a .jsonl, .jsonl.gz, .csv or .txt file, or a folder of .txt files"
+    if not known and not path.exists():
+        beside = {one.stem: one for one in path.parent.iterdir()} if path.parent.is_dir() else {}
+        near = closest(path.stem, beside)
+        allowed = f"there is no such file or folder; {allowed if near is None else f'did you mean {beside[near]}?'}"
     require(known, "source", source, allowed)
 
 
