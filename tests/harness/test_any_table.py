@@ -128,6 +128,10 @@ def test_no_two_configurations_share_a_place(tmp_path: Path) -> None:
     assert [line[:2] for line in of_t.body] == [["pqcache", "2"], ["pqcache", "4"], ["pqcache", "16"]]
     assert of_t.head == ["method", "method.m", "score"]
     assert "protocol" in layout.notes[0]
+    for mark, method in enumerate(("pqcache", "pqcache", "quest")):
+        make_row(tmp_path / "own" / str(mark), method, {"t": [50]}, hyper_parameters={"revision": {method: mark}})
+    (own,) = tables(lay_out(rows_under(tmp_path / "own"), ("method",), (), ("score",)))
+    assert [line[1] for line in own.body] == ["{'pqcache': 0}", "{'pqcache': 1}", "-"]
 
 
 def test_only_the_same_samples_are_ranked(tmp_path: Path) -> None:

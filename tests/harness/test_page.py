@@ -85,6 +85,7 @@ def test_sub_tasks_that_are_null_cost_their_columns(monkeypatch: pytest.MonkeyPa
         "task=longbench task.datasets=[hotpotqa,qasper] method=quest dense_layers=1",
         pytest.param("model=hf \"model.path='{folder}'\" task=lm_eval task.name=arc_easy", marks=pytest.mark.rest),
         "method=snapkv smoke=true",
+        "model=hf \"model.path='{folder}'\" task=prompts \"task.source='{folder}'\"",
     ],
 )
 def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
@@ -95,3 +96,4 @@ def test_a_command_repeats_its_cell(line: str, tmp_path: Path) -> None:
     (same,) = planned(again).cells
     assert same.name == cell.name
     assert len(again) <= len(words) + 6, again  # defaults are left out
+    assert len({word.partition("=")[0] for word in again}) == len(again), again

@@ -155,6 +155,8 @@ def lay_out(
         raise Refused(errors)
     for key in keys:
         made[key] = [as_text(value) for value in made[key]] if key in made else ""
+    if (mark := "method.revision") in keys and mark not in asked:  # it tells apart the versions of one method only
+        made[mark] = made[mark].where(made.groupby("method")[mark].transform("nunique") > 1, "")
     if "budget" in columns or ("budget" in lines and "method" not in lines):
         # a method without a budget is shown at each of its model and task
         budgets = made[~made.ignores_budget].groupby(["model", "task"]).budget.unique()

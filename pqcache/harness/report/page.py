@@ -255,14 +255,16 @@ def words_of(config: Mapping[str, Any]) -> list[str]:
     words = [f"model={names['model']}", f"method={names['method']}", f"task={task}"]
     own = [f"task.name={_quoted(inner)}"] if task == LM_EVAL else []
     own += [f"model.path={_quoted(config['model'].get('path'))}"] if names["model"] == "hf" else []
+    own += [f"task.source={_quoted(config['task'].get('source'))}"] if task == "prompts" else []  # it has no default
     top = [f"{key}={yaml_text(config[key])}" for key in ("budget", "protocol") if key in config]
     defaults = _defaults((*words, *own, *top[1:]))
     words += own + top
     in_tokens = isinstance(config.get("budget"), int) and config["budget"] != 1
     if in_tokens and config.get("protocol") == "aligned" and config.get("budget_rule", "prompt") == "prompt":
         words.append("budget_rule=prompt")  # also of older folders, which do not name it
-    known = {**dict(_flat(defaults)), "budget": config.get("budget"), "protocol": config.get("protocol")}
-    return words + [f"{key}={_quoted(value)}" for key, value in _flat(config) if known.get(key, config) != value]
+    known, said = dict(_flat(defaults)), {word.partition("=")[0] for word in words}
+    changed = [(key, value) for key, value in _flat(config) if key not in said and known.get(key, config) != value]
+    return words + [f"{key}={_quoted(value)}" for key, value in changed]
 
 
 def _flat(config: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
