@@ -312,7 +312,9 @@ def _method_group(cls: type[Any], options: Options, base: Options, method: Any, 
     from pqcache.selective.budget import REVISIONS
 
     retired, spent, mark = RETIRED.get(cls.name, {}), {}, {}
-    if method is not None:
+    if method is None:  # it does not apply: what it would have with another budget
+        options = _method_defaults(cls, options, run.protocol)
+    else:
         options = method.hyper_parameters()
         spent = {key: getattr(method, key) for key in SPENT} if method.replans else {}
         rule = method.effective_rule

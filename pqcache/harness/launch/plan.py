@@ -52,7 +52,7 @@ class Plan:
     """All cells of a command."""
 
     cells: list[CellPlan]
-    skipped: int  # cells whose method does not apply
+    skipped: list[Cell]  # whose method does not apply
 
     @property
     def samples(self) -> int:
@@ -90,7 +90,7 @@ def make(plan: RunPlan, session: Session) -> Plan:
     found = []
     with bound.offline():
         for cell in plan.cells:
-            if cell.skip is not None or cell.method is None:
+            if cell.skip is not None:
                 continue
             same = [cell.identity[key] for key in ("model", "task", "seed")]
             key = json.dumps([same, cell.run.limit, cell.run.smoke], sort_keys=True)
@@ -104,7 +104,7 @@ def make(plan: RunPlan, session: Session) -> Plan:
             done = {(s["task"], s["doc_id"], s.get("draw", 0)) for s in stored if limit is None or s["doc_id"] < limit}
             missing = max(0, samples - len(done))
             found.append(CellPlan(cell, known, samples, missing, memory, prices.get(cell.name)))
-    return Plan(found, len(plan.cells) - len(found))
+    return Plan(found, [cell for cell in plan.cells if cell.skip is not None])
 
 
 # -- documents ---------------------------------------------------------------------------------------------------------
@@ -221,12 +221,12 @@ def _each(plan: Plan) -> str:
 
 def text(plan: Plan) -> str:
     """The whole plan."""
-    skipped = f" ({plan.skipped} more do not apply)" if plan.skipped else ""
     done = plan.samples - plan.missing
     refused, warning = plan.misfits()
     labels = {one.cell.name: _name(one.cell) for one in plan.cells}
     lines = [
-        f"cells: {len(plan.cells)}{skipped}",
+        f"cells: {len(plan.cells)}",
+        *(f"not applicable: {_name(cell)}: {cell.skip}" for cell in plan.skipped),
         *(f"samples: unknown; {note}" for note in plan.unknown),
         *([f"samples: {plan.samples:,}{_each(plan)}, {done:,} done, {plan.missing:,} to run"] if plan.samples else []),
     ]

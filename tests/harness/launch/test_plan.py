@@ -44,8 +44,12 @@ def test_samples_on_disk_are_not_planned_and_give_the_time(tmp_path: Path) -> No
     assert plan.time_words(found) == "unknown: cells without a sample of this machine: 1"
     assert plan.short(found)[0].startswith("plan: 2 cells, 14 samples, 3 done; memory at most ")
     assert "samples: 14, 3 done, 11 to run" in plan.text(found)
+    some = plan.make(planned(tmp_path, "-m", "method=full,zipcache", "budget=0.2,0.5", *SMALL), Session())
+    assert plan.text(some).startswith(
+        "cells: 2\nnot applicable: embedded zipcache 0.5: budget=0.5: zipcache at 4 and 2 bits"
+    )
     (one,) = plan.make(planned(tmp_path, "method=full", "budget=0.5", *SMALL), Session()).cells
-    assert plan.time_words(plan.Plan([one], 0)) == "about 8 s"  # four more of 2 s
+    assert plan.time_words(plan.Plan([one], [])) == "about 8 s"  # four more of 2 s
     (folder / "samples.jsonl").write_text("".join(sample(n, device="another machine") for n in range(7)))
     (folder / "samples-a-1.jsonl").unlink()
     found = plan.make(sweep, Session())
