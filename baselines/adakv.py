@@ -106,7 +106,7 @@ class AdaKV(ComposedMethod, RaggedMethod):
         counts = self.shares(weights, max(0, heads * plan.total - forced))
         kept = []
         for weight, count, start, end, length in zip(weights, counts, starts, ends, lengths, strict=True):
-            best = top_tokens(weight[None, None], [count])[0, 0] + start if count else weight.new_zeros(0).long()
+            best = top_tokens(weight[None, None], [count])[0, 0] + start
             kept.append(torch.cat([torch.arange(start), best.cpu(), torch.arange(end, length)]))
         return kept
 
@@ -114,7 +114,7 @@ class AdaKV(ComposedMethod, RaggedMethod):
         """How many candidates each head keeps, k in all, by their weights (m_j,)."""
         heads, held = len(weights), [len(weight) for weight in weights]
         k, floor = min(k, sum(held)), self.floor or 0
-        best = top_tokens(torch.cat(weights)[None, None], [k])[0, 0].cpu() if k else torch.zeros(0, dtype=torch.long)
+        best = top_tokens(torch.cat(weights)[None, None], [k])[0, 0].cpu()
         head = torch.arange(heads).repeat_interleave(torch.tensor(held))[best]
         deserved = torch.bincount(head, minlength=heads).tolist()
         if self.protocol == "release":

@@ -70,11 +70,13 @@ def top_tokens(weights: torch.Tensor, k: Sequence[int] | torch.Tensor, widest: i
     `widest` as their upper bound. NaN ranks last on the CPU if k is the same in all rows.
     """
     n, heads, m = weights.shape
+    widest = max(k) if widest is None else widest
+    if not widest:
+        return weights.new_zeros((n, heads, 0), dtype=torch.long)
     many = weights.numel() >= MANY and weights.dtype == torch.float32
     if many and not isinstance(k, torch.Tensor) and kernels.native(weights):
         return kernels.rank.top_tokens(weights, k)
     same_k = not isinstance(k, torch.Tensor) and len(set(k)) == 1
-    widest = max(k) if widest is None else widest
     if same_k and weights.device.type == "cpu":
         return _top_same_k(weights, widest)
     out = torch.full((n, heads, widest + 1), -1, dtype=torch.long, device=weights.device)

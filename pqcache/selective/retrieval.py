@@ -217,7 +217,7 @@ class RetrievalLayer(StagedLayer):
         else:
             if everything and max(cand.k):
                 selection = cand.select_all(q.device)
-            elif max(cand.k):
+            elif max(cand.k) or self.method.estimates_rest:  # an estimate counts where nothing is chosen, too
                 selection = self.index.select(q, cand, self.shape.h_kv, ctx)
             out, tokens = self._attend(q, selection, cand, local, ctx)
         if self.index.ahead:

@@ -1,5 +1,6 @@
 """RetroInfer: three zones and what they cost, computed here from the keys without the method's code."""
 
+import pytest
 import torch
 from transformers import PreTrainedModel
 
@@ -25,9 +26,11 @@ def clusters(x: torch.Tensor, c: int, rounds: int = 10) -> list[torch.Tensor]:
     return [(codes == i).nonzero()[:, 0] for i in range(c)]
 
 
+@pytest.mark.parametrize("total", [40, LOCAL])  # of 200 tokens; the window alone: no cluster is retrieved
 @torch.no_grad()
-def test_zones_of_a_step(llama: PreTrainedModel) -> None:
-    method = RetroInfer(budget=Budget(ratio=0.2), tokens_per_cluster=SIZE, recent=LOCAL, n_sink=SINKS, update=UPDATE)
+def test_zones_of_a_step(llama: PreTrainedModel, total: int) -> None:
+    budget = Budget(ratio=total / 200)
+    method = RetroInfer(budget=budget, tokens_per_cluster=SIZE, recent=LOCAL, n_sink=SINKS, update=UPDATE)
     cache, watcher, ends = SelectiveCache(llama, method), Capture(), []
     with attach(llama):
         session = Session(llama, cache, [tokens(S, 1)])
@@ -45,9 +48,7 @@ def test_zones_of_a_step(llama: PreTrainedModel) -> None:
         means = [torch.stack([x[head, SINKS + at].mean(0) for at in found]) for x in (k, v)]
         q = call.q[0, 2 * head : 2 * head + 2, 0] / 4
         rank = (q @ means[0].T).softmax(-1).sum(0).argsort(descending=True).tolist()
-        count = int(
-            (torch.tensor([len(found[i]) for i in rank]).cumsum(0) <= 40 - LOCAL).sum()
-        )  # a fifth of 200 tokens
+        count = int((torch.tensor([len(found[i]) for i in rank]).cumsum(0) <= total - LOCAL).sum())
         exact = sorted(int(at) + SINKS for i in rank[:count] for at in found[i])
         assert sorted(i for i in chosen[0][head].tolist() if i >= 0) == exact
         near, rest = [*range(SINKS), *exact, *range(S - LOCAL, S + 1)], rank[count : count + round(0.232 * c)]

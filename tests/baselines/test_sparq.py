@@ -60,16 +60,17 @@ def test_all_components_choose_the_heaviest_tokens_of_every_row(make: Any, pick:
             assert left.max() <= weights[head][picked].min() + 1e-5
 
 
-def test_reallocation_is_the_published_blend() -> None:
+@pytest.mark.parametrize("budget", [0.2, 0.02])  # 0.02: a window of one token, and nothing is chosen
+def test_reallocation_is_the_published_blend(budget: float) -> None:
     """share * attention over the kept tokens + (1 - share) * mean value, share = their approximate weight, per query head."""
     k, v, q, new = drawn(1, 1, 2, 100, 8), drawn(2, 1, 2, 100, 8), drawn(3, 1, 4, 1, 8), drawn(4, 1, 2, 1, 8)
-    one = OneLayer(SparQ(n_sink=4, r=2, reallocate=True, budget=Budget(ratio=0.2)), k, v, 4)
+    one = OneLayer(SparQ(n_sink=4, r=2, reallocate=True, budget=Budget(ratio=budget)), k, v, 4)
     out = one.step(q, new, new)[0, 0]
     keys, values = torch.cat([k, new], 2)[0], torch.cat([v, new], 2)[0]
     local = one.layer.selected.local[0]
     for head in range(4):
         kept = sorted({*range(4), *one.selected[0, head // 2].tolist(), *range(100 - local, 101)})
-        assert len(kept) == 4 + 19 + 1  # sinks, floor(96 * 0.2), the current token
+        assert len(kept) == 4 + int(96 * budget) + 1  # sinks, budget, the current token
         part = largest_components(q, 2, 2)[0, head // 2]
         x, query = keys[head // 2], q[0, head, 0]
         tau = (8 * query[part].abs().sum() / query.abs().sum()).sqrt()

@@ -64,7 +64,7 @@ SETTINGS: dict[str, list[dict[str, Any]]] = {
         {"n_sink": 8, "b": 4, "store": "block_cache", "cache_block": 4, "cache_tokens": 24, "cache_topk": 5},
     ],
     "quest": [{"page": 4}, {"page": 4, "store": "host", "reduce": "sum_logit"}],
-    "sparq": [{"n_sink": 8, "r": 2}, {"n_sink": 8, "r": 4, "reallocate": True, "store": "host"}],
+    "sparq": [{"n_sink": 8, "r": 2}, {"n_sink": 24, "r": 4, "reallocate": True, "store": "host"}],
     "clusterkv": [
         {"n_sink": 8, "tokens_per_cluster": 6, "window": 7, "window_clusters": 2},
         {"n_sink": 8, "clusters": 5, "window": 7, "store": "host", "reduce": "sum_softmax"},
