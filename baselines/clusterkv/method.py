@@ -91,13 +91,13 @@ class ClusterIndex(Index):
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         """Once `window` generated tokens have no cluster they are clustered among themselves (sections III-B, IV-A)."""
-        store = self.layer.store
-        rows = zip(lengths, self.ends, self.windows, self.layer.dense, strict=True)
-        due = [window * (0 < window <= length - 1 - end and not dense) for length, end, window, dense in rows]
+        # a row that attends everything needs no clusters, unless it will leave tokens out later (where another index waits)
+        needs = [not dense or self.method.replans for dense in self.layer.dense]
+        rows = zip(lengths, self.ends, self.windows, needs, strict=True)
+        due = [window * (0 < window <= length - 1 - end and need) for length, end, window, need in rows]
         widest = max(due)
         if widest:
-            assert store is not None
-            keys = store.read(0, None, widest + 1)[0][:, :, :widest]
+            keys = self.layer.store.read(0, None, widest + 1)[0][:, :, :widest]
             blocks = [keys[row, :, widest - window :] for row, window in enumerate(due)]
             self._add(blocks, [self.method.clusters_of(window) for window in due], ctx)
 

@@ -39,7 +39,7 @@ SHARED = tuple(f.name for f in fields(RetrievalMethod))
 
 @dataclass(frozen=True)
 class TwoStagePlan(Plan):
-    """The second stage's plan, and the first stage's, without a window of its own."""
+    """The second stage's plan, and the first stage's, whose window is among the tokens to choose."""
 
     first: Plan
 
@@ -63,11 +63,12 @@ def ascending(positions: torch.Tensor, length: int) -> torch.Tensor:
 class TwoStageIndex(Index):
     """The indexes of both stages. The second scores the shortlist, and what is attended anyway if its softmax includes it."""
 
-    per_row = ("first", "second")
+    per_row = ("first", "second", "built")
 
     def __init__(self, method: TwoStage, first: Index, second: Index) -> None:
         self.method, self.first, self.second = method, first, second
         self.reduce, self.scope = second.reduce, second.scope
+        self.built: list[list[bool]] = []  # per row: whether the first, the second has an index
 
     @property
     def layer(self) -> IndexedLayer:
@@ -79,15 +80,19 @@ class TwoStageIndex(Index):
 
     def build(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> list[bool]:
         built = self.first.build(k, v, lengths, ctx), self.second.build(k, v, lengths, ctx)
-        return [all(row) for row in zip(*built, strict=True)]
+        self.built = [list(row) for row in zip(*built, strict=True)]
+        return [all(row) for row in self.built]
 
     def append(self, k: torch.Tensor, v: torch.Tensor, lengths: list[int], ctx: LayerContext) -> None:
         self.first.append(k, v, lengths, ctx)
         self.second.append(k, v, lengths, ctx)
 
     def build_late(self, lengths: list[int], rows: list[int], ctx: LayerContext) -> list[bool]:
-        """The first index was built when the prompt ended: only one that ranks may need more keys."""
-        return self.second.build_late(lengths, rows, ctx)
+        for stage, index in enumerate((self.first, self.second)):
+            due = [row for row in rows if not self.built[row][stage]]
+            for row, ok in zip(due, index.build_late(lengths, due, ctx), strict=True):
+                self.built[row][stage] = ok
+        return [all(self.built[row]) for row in rows]
 
     def wait(self) -> None:
         self.first.wait()
@@ -105,14 +110,11 @@ class TwoStageIndex(Index):
         self.first.end_step()
         self.second.end_step()
 
-    def score(self, q: torch.Tensor, lo: int, hi: int, ctx: LayerContext) -> torch.Tensor:
-        return self.second.score(q, lo, hi, ctx)
-
-    def score_at(self, q: torch.Tensor, indices: torch.Tensor, ctx: LayerContext) -> torch.Tensor:
-        return self.second.score_at(q, indices, ctx)
-
     def local(self, plan: Plan, past: int) -> int:
-        return self.second.local(plan, past)
+        assert isinstance(plan, TwoStagePlan)
+        own = self.second.local(plan, past)
+        # with too few keys for an index the first one's window is the budget; clusters that lag are always built
+        return own if all(first for first, _ in self.built) else max(own, self.first.local(plan.first, past))
 
     def max_local(self, plan: Plan) -> int:
         assert isinstance(plan, TwoStagePlan)
@@ -226,7 +228,7 @@ class TwoStage(ComposedMethod, RetrievalMethod):
         if stage == "second":
             common["recent_ratio"] = self.recent_ratio
         else:
-            common["n_sink"] = min(cls.n_sink, self.n_sink)
+            common["n_sink"] = self.n_sink if cls.n_sink is None else min(cls.n_sink, self.n_sink)
             if self.reduce != "none":
                 common["reduce"] = cls.shared_reduce
         known = {f.name for f in fields(cls)}
@@ -239,13 +241,13 @@ class TwoStage(ComposedMethod, RetrievalMethod):
 
     def plan(self, s: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
         own, first = (part.plan(s, layer_idx, n_layers) for part in (self.ranker, self.shortener))
-        return TwoStagePlan(own.sinks, own.local, own.k, replace(first, local=0))
+        return TwoStagePlan(own.sinks, own.local, own.k, replace(first, local=0, k=own.local + own.k))
 
     def replan(self, first: Plan, c: int, layer_idx: int, n_layers: int) -> TwoStagePlan:
         assert isinstance(first, TwoStagePlan)
         own = self.ranker.replan(first, c, layer_idx, n_layers)
         short = self.shortener.replan(first.first, c, layer_idx, n_layers)
-        return TwoStagePlan(own.sinks, own.local, own.k, replace(short, local=0))
+        return TwoStagePlan(own.sinks, own.local, own.k, replace(short, local=0, k=own.local + own.k))
 
     def make_index(self, layer_idx: int, shape: ModelShape) -> TwoStageIndex:
         first, second = (part.make_index(layer_idx, shape) for part in (self.shortener, self.ranker))

@@ -4,12 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from baselines.combined.two_stage import TwoStage, TwoStageIndex
+from pqcache.api.invariants import attended
 from pqcache.registry import method_class
 from pqcache.selective import Budget, Method
 from pqcache.selective.index import Index
 from tests.baselines.common import RETRIEVERS, OneLayer
+from tests.baselines.drive import run
 from tests.drawn import Pick, drawn, examples
 
 SECOND = ["oracle", "pqcache", "sparq"]
@@ -19,7 +22,7 @@ def two(first: str, second: str, **extra: Any) -> TwoStage:
     return TwoStage(
         first=first,
         second=second,
-        first_options=RETRIEVERS[first],
+        first_options=RETRIEVERS.get(first, {}),
         second_options=RETRIEVERS[second],
         **{"n_sink": 6, "budget": Budget(ratio=0.2), **extra},
     )
@@ -70,7 +73,7 @@ def test_the_choice_is_the_second_stages_best_of_the_shortlist(pick: Pick) -> No
         min(hi - cand.sinks, max(k, -int(-shortlist * k // 1))) for hi, k in zip(cand.ends, cand.k, strict=True)
     ]
     listed = index.shorten(q, cand, expected, h_kv, ctx)
-    scores = index.score(q, cand.sinks, max(cand.ends), ctx)
+    scores = index.second.score(q, cand.sinks, max(cand.ends), ctx)
     whole = all(w == hi - cand.sinks for w, hi in zip(expected, cand.ends, strict=True))
     for row, hi in enumerate(cand.ends):
         for head in range(chosen.shape[1]):
@@ -120,3 +123,16 @@ def test_scores_of_a_shortlist_are_those_of_the_whole(second: str, store: str, h
     torch.testing.assert_close(index.score_at(q, at, ctx), want)
     torch.testing.assert_close(Index.score_at(index, q, at, ctx), want)
     assert torch.isfinite(index.score_at(q, torch.full_like(at, -1), ctx)).all()
+
+
+@pytest.mark.parametrize("first", ["clusterkv", "pqcache", "double_sparsity"])
+def test_a_token_budget_holds_while_indexes_wait_for_tokens(llama: PreTrainedModel, first: str) -> None:
+    method = two(first, "pqcache", shortlist=1.0, budget=Budget(tokens=64))
+    for step, now in enumerate(attended(llama, method, 20, 60)):
+        assert set(now) == {min(64, 20 + step)}
+
+
+def test_clusters_do_not_wait_for_the_second_index(llama: PreTrainedModel) -> None:
+    methods = two("clusterkv", "pqcache", budget=Budget(tokens=64)), alone("clusterkv", budget=Budget(tokens=64))
+    both, one = (run(llama, method, 20, steps=60).layers[0].index for method in methods)
+    assert torch.equal(both.first.order, one.order) and torch.equal(both.first.centroids, one.centroids)
