@@ -180,12 +180,8 @@ class LandmarkIndex(Index):
         logits = (q.view(n, h_kv, -1, d) @ self.landmarks.mT).float().view(n, h, -1) * ctx.scaling
         logits = logits.masked_fill(~per_head(self.ordinary, h), -torch.inf)
         weights = logits.softmax(-1).unflatten(1, (h_kv, -1)).amax(2).masked_fill(~self.ordinary, -torch.inf)
-        counts = [k // size - plan.outliers for k, plan in zip(cand.k, self.layer.plans, strict=True)]
-        indices = self.outliers
-        if max(counts) > 0:
-            chosen = top_tokens(weights, [max(0, count) for count in counts])
-            indices = torch.cat([indices, self._tokens(chosen)], 2)
-        self.layer.store.led = indices
+        counts = [max(0, k // size - plan.outliers) for k, plan in zip(cand.k, self.layer.plans, strict=True)]
+        self.layer.store.led = indices = torch.cat([self.outliers, self._tokens(top_tokens(weights, counts))], 2)
         return Selection(indices, padded=n > 1)
 
 
