@@ -242,7 +242,9 @@ class RetrievalLayer(StagedLayer):
         local, ends, k = [], [], []
         for plan, length, dense in zip(self.plans, lengths, self.dense, strict=True):
             newest = self.index.local(plan, length - 1) if self.index.lags else plan.local
-            newest = min(newest, self.room) if self.replans else newest
+            if self.replans and newest > self.room:  # an answer longer than was expected, or a later turn's
+                self.room = newest
+                self.store.widen(1 + newest)
             end = max(sinks, length - 1 - newest)
             count = end - sinks
             if self.replans and not (dense and newest <= plan.local):

@@ -68,6 +68,9 @@ class RetrievalStore(Store):
 
     served: Served | None = None  # the cache's hits in the last read; None: there is no cache
 
+    def widen(self, n_local: int) -> None:
+        """The newest `n_local` tokens are attended from now on: one more per step, at most."""
+
     def read(
         self, sinks: int, indices: torch.Tensor | None, local: int, group: int = 1
     ) -> tuple[torch.Tensor, torch.Tensor]:

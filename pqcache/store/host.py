@@ -51,6 +51,9 @@ class HostStore(RetrievalStore):
     def expect(self, tokens: int) -> None:
         self.expected = tokens
 
+    def widen(self, n_local: int) -> None:
+        self.n_local = n_local
+
     def fence(self) -> None:
         """Wait until all copies to the host have ended."""
         self.written.finish()
@@ -118,6 +121,7 @@ class HostStore(RetrievalStore):
         if self.columns == self.local[0].capacity:
             for local in self.local:
                 local.data[:, :, : self.n_local] = local.data[:, :, self.columns - self.n_local :].clone()
+                local.reserve(round_up(self.n_local + _SLACK))
             self.columns = self.n_local
         starts = [length - self.n_sink for length in self.lengths]
         if max(starts) >= self.host[0].capacity:

@@ -3,11 +3,14 @@
 Of c earlier tokens a are attended at a step, the current one apart. The rules are those of pqcache.selective.budget.RULES.
 """
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from baselines.combined import TwoStage
+from baselines.oracle import Oracle
 from pqcache.api.drive import Session, logits, tokens
 from pqcache.api.invariants import TOKENS as B
 from pqcache.api.invariants import attended, budget_held
@@ -152,6 +155,19 @@ def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str)
             assert now == plans
             assert {*now} == {floor_share(80 + step, 0.25)}, step
     assert case.cls(budget=Budget(ratio=0.25), **hyper).effective_rule == "prompt"
+
+
+@pytest.mark.parametrize("store", ["resident", "host"])
+@torch.no_grad()
+def test_the_window_is_a_share_of_the_context_in_every_turn(llama: PreTrainedModel, store: Any) -> None:
+    method = Oracle(budget=Budget(ratio=0.5), budget_of="context", n_sink=8, store=store)
+    cache, windows = SelectiveCache(llama, method), []
+    cache.observers.append(lambda layer, q, chosen: windows.append((chosen.candidates.lengths[0] - 1, *chosen.local)))
+    with attach(llama):
+        session = Session(llama, cache, [tokens(80, 1)])
+        for step in range(60):
+            session.turn([tokens(30, 2)]) if step == 30 else session.step([3])
+    assert windows == [(c, method.plan(c, 0, 3).local) for c in (*range(80, 110), *range(140, 169)) for _ in range(3)]
 
 
 def test_rules_that_a_method_is_given() -> None:

@@ -1,13 +1,15 @@
 """A method's result does not depend on how the work arrives: chunks, batches, padding, beams, earlier requests."""
 
+from typing import Any
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from pqcache.api import invariants
 from pqcache.api.drive import Session, logits, tokens
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import SelectiveCache, attach
+from tests.baselines.common import made
 from tests.invariants.cases import CASES, KINDS, Case, each_kind
 
 STEPS = tokens(14, 20)  # more than the local window of most prompts here
@@ -76,11 +78,12 @@ def test_requests_in_a_row_equal_fresh_ones(model: PreTrainedModel, case: Case) 
 
 
 @pytest.mark.rest
-def test_host_store_changes_nothing(llama: PreTrainedModel) -> None:
-    """Over more steps than the local window's buffer has room for."""
+@pytest.mark.parametrize("share", [{"budget": 0.3}, {"budget": 0.8, "budget_of": "context", "recent_ratio": 0.9}])
+def test_host_store_changes_nothing(llama: PreTrainedModel, share: dict[str, Any]) -> None:
+    """Over more steps than the local window's buffer has room for; a window that grows outgrows it, too."""
     prompt, steps = [tokens(160, 90), tokens(120, 91)], [[t, t] for t in tokens(300, 20)]
     results = [
-        logits(llama, PQCache(budget=Budget(ratio=0.3), n_sink=8, b=4, store=store), prompt, steps)
+        logits(llama, made("pqcache", **share, n_sink=8, b=4, store=store), prompt, steps)
         for store in ("resident", "host")
     ]
     torch.testing.assert_close(*results)
