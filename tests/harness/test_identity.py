@@ -116,7 +116,7 @@ def test_a_changed_rule_of_the_budget_is_new_to_its_cells_alone(monkeypatch: Pat
     monkeypatch.setattr("pqcache.selective.budget.REVISIONS", {})
     before = [cell(line) for line in lines]
     assert [a.name != b.name for a, b in zip(now, before, strict=True)] == [True, True, False, False, False, False]
-    assert now[0].identity["method"]["revision"] == {"budget rule context": 1}
+    assert now[0].identity["method"]["revision"] == {"budget rule context": 2}
     assert now[0].changed == {"budget_of": "context"}
     for one, old in zip(now, before, strict=True):
         assert one.about.matches(old.about.shown) is (one.name == old.name)
