@@ -9,7 +9,6 @@ measured of the same prompts. `decided` is the rule of a line, `joined` that of 
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,45 +24,16 @@ FILE = published.FOLDER / "claims.yaml"
 HOLDS, FAILS, OPEN, MISSING = WORDS = ("holds", "does not hold", "cannot be told", "not measured yet")
 LOWER = ("kl", "loss", "book_perplexity")  # metrics of which less is better
 COUNTED = {"recall": "layers", "book_perplexity": "positions"}  # what a line's differences are of; else prompts
+BUDGETS = (0.1, 0.2)  # of an experiment that names none
+FACTS = {"Published": "published", "Read as": "reading", "Note": "note"}  # a claim's line -> its key in the file
 LEAST = 10.0  # points below which a model fails the task, so that to score as much says nothing
 CHANCE = 1 - score_statistics.CONFIDENCE
 HEAD = ("experiment", "model", "budget", "A", "B", "A - B [95 %]", "of", "verdict")
 
 Side = str | Mapping[str, Any]  # a method, or a method and options
 Pair = tuple[Side, Side]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Experiment:
-    """An experiment that decides a claim: see the head of the claims' file."""
-
-    entry: str
-    metric: str = "score"
-    budgets: tuple[float, ...] = (0.1, 0.2)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim:
-    """A claim of a paper: see the head of the claims' file."""
-
-    id: str
-    paper: str
-    place: str
-    claim: str
-    published: str
-    pairs: Sequence[Pair] = ()
-    tests: Sequence[Experiment] = ()
-    margin: float | None = None
-    reading: str = ""
-    not_measured: str = ""
-    note: str = ""
-
-
-def claims(path: Path = FILE) -> list[Claim]:
-    """The claims of a file. Raises TypeError for an unknown key."""
-    entries = read_yaml(path)
-    return [Claim(**{**entry, "tests": [Experiment(**test) for test in entry.get("tests", ())]}) for entry in entries]
-
+Claim = Mapping[str, Any]  # as the head of FILE says; its `tests` are experiments
+Experiment = Mapping[str, Any]
 
 # -- what was measured -------------------------------------------------------------------------------------------------
 
@@ -104,8 +74,8 @@ def values(row: Row, metric: str) -> Scores:
 
 def compared(pair: Pair, margin: float | None, test: Experiment, rows: Sequence[Row], budget: float) -> list[str]:
     """A line of a pair's table, as HEAD: from one model's rows of one experiment. Its last field is the verdict."""
-    metric = test.metric
-    name = test.entry if metric == "score" else f"{test.entry}, {metric}"
+    entry, metric = test["entry"], test.get("metric", "score")
+    name = entry if metric == "score" else f"{entry}, {metric}"
     line = [name, rows[0]["model"] if rows else EMPTY, f"{budget:g}"]
     sides = [chosen(rows, side, budget) for side in pair]
     places = [place for place in sides[0] if place in sides[1]]
@@ -156,11 +126,12 @@ def joined(verdicts: Iterable[str]) -> str:
 def lines_of(claim: Claim, pair: Pair, rows: Mapping[str, Sequence[Row]]) -> list[list[str]]:
     """The lines of a pair, one per experiment, model and budget. rows: of each experiment."""
     made = []
-    for test in claim.tests:
-        of = rows.get(test.entry, ())
+    for test in claim.get("tests", ()):
+        of = rows.get(test["entry"], ())
         models = sorted({row["model"] for row in of}, key=natural)
         parts = [[row for row in of if row["model"] == model] for model in models] or [[]]
-        made += [compared(pair, claim.margin, test, part, budget) for part in parts for budget in test.budgets]
+        places = [(part, budget) for part in parts for budget in test.get("budgets", BUDGETS)]
+        made += [compared(pair, claim.get("margin"), test, part, budget) for part, budget in places]
     return made
 
 
@@ -176,29 +147,31 @@ def label(side: Side) -> str:
 
 def page(folder: Path, entries: Sequence[Claim] | None = None) -> str:
     """The page's Markdown. folder: has a folder of rows for each experiment; entries: default those of the file."""
-    entries = claims() if entries is None else entries
-    rows = {name: rows_under(folder / name) for name in {test.entry for claim in entries for test in claim.tests}}
+    entries = read_yaml(FILE) if entries is None else entries
+    tests = [test for claim in entries for test in claim.get("tests", ())]
+    rows = {name: rows_under(folder / name) for name in {test["entry"] for test in tests}}
     overview: list[list[str]] = []
     details: list[str] = []
     for claim in entries:
-        facts = {"Published": claim.published, "Read as": claim.reading, "Note": claim.note}
-        scored = {test.entry for test in claim.tests if test.metric == "score"}
+        facts = {name: claim.get(key) for name, key in FACTS.items()}
+        scored = {test["entry"] for test in claim.get("tests", ()) if test.get("metric", "score") == "score"}
         full = [row for entry in sorted(scored) for row in rows[entry] if row["method"] == "full"]
         facts["Full"] = "; ".join(f"{number(row['score'])} ({said})" for row in full if (said := cut_text(row)))
-        facts["Not measured"] = claim.not_measured
-        details += [f"## {claim.id}", f"{claim.paper}, {claim.place}. {claim.claim}"]
+        facts["Not measured"] = claim.get("not_measured")
+        details += [f"## {claim['id']}", f"{claim['paper']}, {claim['place']}. {claim['claim']}"]
         details += ["\n".join(f"- {name}: {text}" for name, text in facts.items() if text)]
         every: list[str] = []
-        for pair in claim.pairs:
+        for pair in claim.get("pairs", ()):
             lines = lines_of(claim, pair, rows)
             own = [line[-1].partition(":")[0] for line in lines]  # without its reason
-            than = "better than" if claim.margin is None else f"at most {claim.margin:g} worse than"
+            than = f"at most {claim['margin']:g} worse than" if "margin" in claim else "better than"
             title = f"{label(pair[0])} {than} {label(pair[1])}: {joined(own)}"
             details.append(f"**{title}**" if joined(own) == MISSING else Table(title, HEAD, lines).markdown())
             every += own
         counts = ", ".join(f"{every.count(word)} {word}" for word in WORDS if word in every)
         verdict = joined(every) if every else OPEN
-        overview.append([f"[{claim.id}](#{claim.id})", claim.paper, claim.claim, verdict, counts or "not measured"])
+        link = f"[{claim['id']}](#{claim['id']})"
+        overview.append([link, claim["paper"], claim["claim"], verdict, counts or "not measured"])
     verdicts = [line[3] for line in overview]
     total = ", ".join(f"{verdicts.count(word)} {word}" for word in WORDS if word in verdicts)
     summary = ["| claim | paper | what | verdict | lines |", "|---|---|---|---|---|"]
