@@ -1,16 +1,15 @@
 """The charts of a page: panels like those of every figure, painted as plotly's dictionaries. One point alone makes no chart."""
 
 import html
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.any_table import BUDGET, MEASURES, labels
+from pqcache.harness.report.any_table import BUDGET, MEASURES, Record, labels
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
@@ -28,21 +27,9 @@ INTERVALS = "Bars: 95 % interval over samples."
 TIMES = "time per token, ms (bar: median; line: up to the 95th percentile)"
 BY_LAYER = {"recall_kv": "recall of the oracle's tokens", "mass": "attention mass of what was attended"}
 
-Record = Mapping[str, Any]  # a configuration: a line of the frame
 
-
-@dataclass
-class Chart:
-    """A figure with its heading. data and layout are plotly's."""
-
-    title: str
-    note: str
-    data: list[dict[str, Any]]
-    layout: dict[str, Any]
-
-
-def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[Chart]:
-    """All charts of these rows, seeds pooled. needle: heatmap.json files."""
+def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[dict[str, Any]]:
+    """All charts of these rows, seeds pooled: title, note, and plotly's data and layout. needle: heatmap.json files."""
     table = frame(rows, datasets=True, pool=True)
     blocks = table.groupby(["model", "task"], sort=False) if len(table) else ()
     panels = [p for _, block in blocks for p in _panels(block.to_dict("records"), table.attrs["keys"])]
@@ -60,7 +47,8 @@ def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[Chart]:
         if (panel.points.size if panel.kind == "map" else panel.points.y.notna().sum()) > 1:
             data, layout = PAINTERS[panel.kind](panel)
             note = INTERVALS if panel.y == "score" else ""
-            made.append(Chart(panel.title, note, data, {**_axes(panel), **layout, **more}))
+            layout = {**_axes(panel), **layout, **more}
+            made.append({"title": panel.title, "note": note, "data": data, "layout": layout})
     return made
 
 
@@ -76,10 +64,8 @@ def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
     scores = marks.assign(y=marks.score)
     level = scores.assign(x=marks.budget.mask(marks.level))
     yield _over(f"{title}: score against budget", level, BUDGET, ticks=sorted(set(level.x.dropna())))
-    for key, what, label in (
-        ("device", "cache", "MiB of cache on the device after the last step"),
-        ("tpot", "time", "TPOT, ms"),
-    ):
+    memory = "MiB of cache on the device after the last step"
+    for key, what, label in (("device", "cache", memory), ("tpot", "time", "TPOT, ms")):
         yield _over(f"{title}: score against {what}", scores.assign(x=marks[key])[marks[key].notna()], label)
     for key, what, end in (("tpot", TIMES, "tpot_p95"), ("tt2t", "time to the second token, s", "tt2t")):
         bars = marks.assign(x=marks.shown, y=marks[key], low=marks[key], high=marks[end])

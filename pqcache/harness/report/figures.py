@@ -256,12 +256,5 @@ def _curves(request: FigureRequest) -> Path | None:
     return draw_curves(runs, request.path, request.caption()) if runs else None
 
 
-KINDS = {
-    "lines": _lines,
-    "bars": _bars,
-    "scatter": _scatter,
-    "heat_maps": _heat_maps,
-    "curves": _curves,
-    "turns": _turns,
-    **special_figures.KINDS,
-}
+OWN = (_lines, _bars, _scatter, _heat_maps, _curves, _turns)
+KINDS = {of.__name__[1:]: of for of in OWN} | special_figures.KINDS

@@ -51,7 +51,7 @@ def write(root: Path, out: Path, name: str) -> Path:
     groups, left_out = pooled_groups(view.row for view in views if view.row is not None)
     rows = [row for group in groups for row in group]
     drawn = charts(rows, [view.folder / "heatmap.json" for view in views if view.row is not None])
-    data: dict[str, list[Any]] = {"charts": [vars(chart) for chart in drawn], "cells": []}
+    data: dict[str, list[Any]] = {"charts": drawn, "cells": []}
     for view in (view for view in views if view.samples):
         title, row = view.name, view.row
         if row is not None:

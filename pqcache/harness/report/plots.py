@@ -16,7 +16,7 @@ A frame has a line per mark. Columns (all but line, x and y may be left out):
     size         the marker's area, 1 is the usual one
     printed      bars: a paper's number, a grey mark
     base, fill   bars: where they begin, and `pale` or `red` instead of the line's colour
-    text         bars and dots: what is written above
+    text         bars: what is written above
 """
 
 from __future__ import annotations
@@ -257,9 +257,6 @@ def _dots(axis: Axes, panel: Panel, styles: Mapping[str, Mapping[str, Any]]) -> 
         style = {**styles[str(one.line.iloc[0])], "linestyle": "none", "markersize": 5}
         style |= {"fillstyle": "none"} if _value(one, "hollow", False) else {}
         axis.errorbar(one.y, [place], xerr=interval(one), capsize=2, elinewidth=0.8, **style)
-        if text := _value(one, "text", ""):
-            place_of = (float(one.y.iloc[0]), place)
-            axis.annotate(text, place_of, (0, 4), textcoords="offset points", ha="center", fontsize=7)
     label_axes(axis, panel.title, panel.y, "")
     if "y" in panel.log:
         axis.set_xscale("log")

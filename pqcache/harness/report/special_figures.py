@@ -41,6 +41,10 @@ FAINTEST = 1e-3  # attention weight, relative to the heaviest of a head, that st
 HEADS = (("25th percentile", 0.25), ("median", 0.5), ("75th percentile", 0.75))
 PIXELS = 1024  # a map with more tokens or channels shows the largest number of each few
 BRIGHTEST = 0.999  # the quantile that is drawn as the brightest colour
+GIB = 2**30
+BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # of a number
+SHORTEST = 512  # tokens, the first point of the lines of `memory`
+PROMPT = "prompt length (tokens)"
 
 
 def _first(request: FigureRequest, name: str, method: str = "", suffix: str = ".npz") -> Arrays | None:
@@ -183,15 +187,6 @@ def shrunk(x: torch.Tensor) -> torch.Tensor:
     """x (tokens, channels) with at most PIXELS of each: the largest of neighbours, so that no outlier vanishes."""
     pool = [-(-size // PIXELS) for size in x.shape]
     return torch.nn.functional.max_pool2d(x[None, None], pool, ceil_mode=True)[0, 0]
-
-
-# -- figures computed from several rows --------------------------------------------------------------------------------
-
-
-GIB = 2**30
-BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "float64": 8}  # of a number
-SHORTEST = 512  # tokens, the first point of the lines of `memory`
-PROMPT = "prompt length (tokens)"
 
 
 # -- throughput within a memory ---------------------------------------------------------------------------------------

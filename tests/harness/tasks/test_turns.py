@@ -29,8 +29,8 @@ def test_a_sweep_has_the_score_of_each_turn(command: Command, tmp_path: Path, ca
     assert narrow["sample_metrics"]["turns"].keys() == {"turn_1", "turn_2", "turn_3", "fall"}
     assert [len(json.loads(line["response"])) for line in lines_of(tmp_path / "out")] == [3] * 4
     assert all(line["new_tokens"] > 6 for line in lines_of(tmp_path / "out"))
-    (chart,) = [chart for chart in charts([full, narrow]) if chart.title.endswith("score by turn")]
-    assert [len(line["x"]) for line in chart.data] == [3, 3]
+    (chart,) = [chart for chart in charts([full, narrow]) if chart["title"].endswith("score by turn")]
+    assert [len(line["x"]) for line in chart["data"]] == [3, 3]
     assert (tmp_path / "out" / "tables" / "turns.png").stat().st_size > 5000
 
 
