@@ -6,15 +6,15 @@ file names its paper and item under `report:`. "Figure 11" stands for figures 11
 index("pqcache_table2")["mistral-7b-instruct-v0.2", "pqcache", 0.2, "average", "score"]     39.32
 """
 
-import csv
 import functools
 import re
 import shlex
-from collections import namedtuple
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import pandas as pd
 
 from pqcache import places
 from pqcache.harness.config.cells import Cell, RunPlan, make_plan
@@ -30,20 +30,13 @@ Budget = float | int | None  # None: the method has none
 
 @functools.cache
 def numbers(name: str) -> tuple[Any, ...]:
-    """Every number of an experiment's table, or of `prose`, as a namedtuple of its file's columns; empty where there is no file.
-
-    pandas makes a frame of them.
-    """
-
-    def budget(text: str) -> Budget:
-        return None if not text else float(text) if "." in text else int(text)
-
+    """Every number of an experiment's table, or of `prose`, as a namedtuple of its file's columns; empty without a file."""
     path = FOLDER / f"{name}.csv"
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    lines = csv.DictReader(text.splitlines())
-    number: Any = namedtuple("Number", lines.fieldnames or ())  # type: ignore[misc]  # it wants them spelled out
-    parsed = ({**line, "budget": budget(line["budget"]), "value": float(line["value"])} for line in lines)
-    return tuple(number(**line) for line in parsed)
+    if not path.exists():
+        return ()
+    table = pd.read_csv(path, dtype=str, keep_default_na=False).astype({"value": float})
+    budgets = [None if not text else float(text) if "." in text else int(text) for text in table.budget]
+    return tuple(table.assign(budget=pd.Series(budgets, dtype=object)).itertuples(index=False, name="Number"))
 
 
 @functools.cache
@@ -102,9 +95,9 @@ class Item:
 
 
 @functools.cache
-def items(configs: Path = CONFIGS) -> tuple[Item, ...]:
+def items() -> tuple[Item, ...]:
     """All items in the papers' order, each with the experiments that repeat it; none in an installation without the file."""
-    path, repeated = places.PUBLISHED / "settings.yaml", reports(configs).items()
+    path, repeated = FOLDER / "settings.yaml", reports().items()
     file = read_yaml(path) if path.exists() else {}
     made = []
     for paper in PAPERS:
@@ -139,16 +132,16 @@ def status(measured: Iterable[str]) -> str:
 # -- experiments -------------------------------------------------------------------------------------------------------
 
 
-def experiments(configs: Path = CONFIGS, *, every: bool = False) -> list[str]:
+def experiments(*, every: bool = False) -> list[str]:
     """The experiments that repeat a paper's table or figure (`report:`); every: all there are."""
-    return [name for name, one in found(configs).items() if every or "report" in one.values]
+    return [name for name, one in found(CONFIGS).items() if every or "report" in one.values]
 
 
 @functools.cache
-def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
+def reports() -> dict[str, tuple[str, tuple[str, ...]]]:
     """Experiment -> (paper, items), of those that name them."""
     named = {}
-    for name, one in found(configs).items():
+    for name, one in found(CONFIGS).items():
         report = one.values.get("report") or {}
         if report.get("paper"):
             value = report.get("item") or ()
@@ -156,14 +149,14 @@ def reports(configs: Path = CONFIGS) -> dict[str, tuple[str, tuple[str, ...]]]:
     return named
 
 
-def words(name: str, configs: Path = CONFIGS) -> list[str]:
+def words(name: str) -> list[str]:
     """The words after `python run.py` in the command that an experiment's comment begins with."""
-    return shlex.split(found(configs)[name].words) or [f"experiment={name}"]
+    return shlex.split(found(CONFIGS)[name].words) or [f"experiment={name}"]
 
 
-def experiment_plan(name: str, out: str | Path, *, smoke: bool = False, configs: Path = CONFIGS) -> RunPlan:
+def experiment_plan(name: str, out: str | Path, *, smoke: bool = False) -> RunPlan:
     """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
-    return make_plan(compose_all([*words(name, configs), f"out={out}", f"smoke={str(smoke).lower()}"], configs))
+    return make_plan(compose_all([*words(name), f"out={out}", f"smoke={str(smoke).lower()}"], CONFIGS))
 
 
 def plan_at_paper_scale(name: str) -> RunPlan:
