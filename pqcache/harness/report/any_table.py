@@ -21,37 +21,8 @@ from typing import Any
 import pandas as pd
 
 from pqcache.harness.config.options import Refused, show
-from pqcache.harness.report import plots
-from pqcache.harness.report.frame import (
-    AVERAGE,
-    BUDGET_MARK,
-    budget_mark,
-    budget_notes,
-    budget_text,
-    frame,
-    natural,
-    pooled_groups,
-    said_of_bytes,
-    said_of_load,
-)
+from pqcache.harness.report import frame, plots, table
 from pqcache.harness.report.rows import Row, batch_text
-from pqcache.harness.report.table import (
-    EMPTY,
-    MISSING,
-    NOT_RANKED,
-    Bold,
-    Field,
-    Key,
-    Lines,
-    Report,
-    Table,
-    number,
-    p_value,
-    pivot,
-    several,
-    signed,
-    spread,
-)
 from pqcache.naming import suggestion
 
 FOLDER = "tables"  # under the folder of rows
@@ -134,16 +105,12 @@ def lay_out(
 ) -> Layout:
     """Place the configurations of these rows. Raises Refused for a key or a value that no row has."""
     asked = (*lines, *columns)
-    groups, left_out = pooled_groups(rows)
+    groups, left_out = frame.pooled_groups(rows)
     kept = [row for group in groups for row in group]
-    made = frame(kept, datasets="dataset" in asked, pool="seed" not in asked, against=against)
+    made = frame.frame(kept, datasets="dataset" in asked, pool="seed" not in asked, against=against)
     keys: list[str] = made.attrs["keys"]
-    errors = [
-        f"{option}={key}: unknown; {suggestion(key, keys)}"
-        for option, named in (("rows", lines), ("columns", columns))
-        for key in named
-        if key not in keys
-    ]
+    placed = [("rows", key) for key in lines] + [("columns", key) for key in columns]
+    errors = [f"{option}={key}: unknown; {suggestion(key, keys)}" for option, key in placed if key not in keys]
     if twice := [key for key in lines if key in columns]:
         errors.append(f"columns={','.join(columns)}: {twice[0]} is in rows")
     if against not in (methods := [*sorted(set(made.method)), "full"]):
@@ -171,9 +138,9 @@ def lay_out(
     own += [key for key in extra if key in OWN_TABLE]
     down = (*lines, *(key for key in extra if key not in OWN_TABLE))
     tables: dict[str, list[Record]] = {}
-    records: list[Record] = sorted(made.to_dict("records"), key=lambda r: [natural(r[key]) for key in down])
+    records: list[Record] = sorted(made.to_dict("records"), key=lambda r: [frame.natural(r[key]) for key in down])
     # Full first, then Oracle
-    for record in sorted(records, key=lambda r: [r["method"] != name for name in NOT_RANKED]):
+    for record in sorted(records, key=lambda r: [r["method"] != name for name in table.NOT_RANKED]):
         title = ", ".join(record[k] if k in OWN_TABLE else f"{k}={record[k]}" for k in own if record[k])
         tables.setdefault(title, []).append(record)
     firsts = [group[0] for group in groups]
@@ -183,12 +150,12 @@ def lay_out(
     notes = [f"Not the same in all lines, and not shown: {', '.join(differ)}"] if differ else []
     if hidden:
         notes.append(f"{hidden} configurations that no option tells apart from others are not shown")
-    named = [(f"{r['method']} at {budget_text(r)} ({r['task']})", r) for r in firsts]
-    marked = budget_notes(named)
+    named = [(f"{r['method']} at {frame.budget_text(r)} ({r['task']})", r) for r in firsts]
+    marked = frame.budget_notes(named)
     more = [f"{len(marked) - MOST_MARKS} more are marked"] if len(marked) > MOST_MARKS else []
-    notes += [f"Marked {BUDGET_MARK}: {note}" for note in [*marked[:MOST_MARKS], *more]]
+    notes += [f"Marked {frame.BUDGET_MARK}: {note}" for note in [*marked[:MOST_MARKS], *more]]
     reasons = dict.fromkeys(made.paired_reason.dropna()) if "to_full" in values else {}
-    notes += [f"{_to(against)} is {EMPTY}: {reason}" for reason in reasons]
+    notes += [f"{_to(against)} is {table.EMPTY}: {reason}" for reason in reasons]
     if left_out:
         other = "another one of the same configuration and seed has as many samples"
         notes.append(f"{left_out} rows are left out: {other}")
@@ -243,31 +210,31 @@ def _told_apart(made: pd.DataFrame, shown: list[str], keys: Sequence[str]) -> tu
 # -- as text -----------------------------------------------------------------------------------------------------------
 
 
-def tables(layout: Layout) -> list[Table]:
+def tables(layout: Layout) -> list[table.Table]:
     """The tables, with the best of each column in bold, Full and Oracle excluded."""
     return [_table(title, records, layout) for title, records in layout.tables.items()]
 
 
-def _placed(records: Sequence[Record], layout: Layout) -> tuple[Lines[Record], list[Key]]:
+def _placed(records: Sequence[Record], layout: Layout) -> tuple[table.Lines[Record], list[table.Key]]:
     """(line -> column -> record, the columns in order, the average last)."""
     texts = [lambda record, keys=keys: tuple(map(record.get, keys)) for keys in (layout.rows, layout.columns)]
-    lines, across = pivot(records, *texts)
-    return lines, sorted(across, key=lambda c: (AVERAGE in c, *map(natural, c)))
+    lines, across = table.pivot(records, *texts)
+    return lines, sorted(across, key=lambda c: (frame.AVERAGE in c, *map(frame.natural, c)))
 
 
-def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
+def _table(title: str, records: Sequence[Record], layout: Layout) -> table.Table:
     lines, across = _placed(records, layout)
     alone, measures = len(across) == 1, layout.measures
     head = list(layout.rows)
-    body: list[list[Field]] = [[part or EMPTY for part in line] for line in lines]
+    body: list[list[table.Field]] = [[part or table.EMPTY for part in line] for line in lines]
     for column in across:
         for one in measures:
             name = " ".join(part for part in column if part)
             head.append(one.title if alone else name if len(measures) == 1 else f"{name} {one.title}")
-            ranked = [r for cells in lines.values() if (r := cells.get(column)) and r["method"] not in NOT_RANKED]
+            ranked = [r for cells in lines.values() if (r := cells.get(column)) and r["method"] not in table.NOT_RANKED]
             known = [value for r in ranked if (value := one.of(r)) is not None]
             known = known if len(set(map(_samples, ranked))) == 1 else []
-            idle = one.name not in TIMES or not said_of_load(layout.every)
+            idle = one.name not in TIMES or not frame.said_of_load(layout.every)
             best = one.better(known) if one.better is not None and idle and len(known) > 1 else None
             for shown, cells in zip(body, lines.values(), strict=True):
                 record = cells.get(column)
@@ -280,7 +247,7 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> Table:
     else:
         what = measures[0].title if len(measures) == 1 else ""
         at = [f"{what} by {', '.join(layout.columns)}".strip()]
-    return Table(", ".join(part for part in [title, *at] if part), head, body, len(layout.rows))
+    return table.Table(", ".join(part for part in [title, *at] if part), head, body, len(layout.rows))
 
 
 def _samples(record: Record) -> frozenset:
@@ -290,21 +257,23 @@ def _samples(record: Record) -> frozenset:
     )
 
 
-def _field(record: Record, of: Measure, best: float | None, *, marked: bool) -> Field:
+def _field(record: Record, of: Measure, best: float | None, *, marked: bool) -> table.Field:
     """marked: with the mark of a configuration that attends clearly more or less than its budget."""
     value = of.of(record)
-    show = signed if of.name == "to_full" else (lambda value, _: p_value(value)) if of.name == "p" else number
+    own = {"to_full": table.signed, "p": lambda value, _: table.p_value(value)}
+    show: Callable[..., str] = own.get(of.name, table.number)
     if value is not None:
         text = show(value, of.digits)
     else:  # of too few samples, or not measured
-        text = MISSING if of.name == "p" and MEASURES["to_full"].of(record) is not None else EMPTY
-    bold = best is not None and value == best and record["method"] not in NOT_RANKED
+        text = table.MISSING if of.name == "p" and MEASURES["to_full"].of(record) is not None else table.EMPTY
+    bold = best is not None and value == best and record["method"] not in table.NOT_RANKED
     sampled = of.name in ("score", "to_full") and bool(record["row"]["sample_scores"])
     sampled |= of.name in ("kl", "fall") and of.interval(record) is not None
-    interval = spread(value, of.interval(record), lambda x: show(x, of.digits)) if sampled else ""
-    interval = f"[{MISSING}]" if interval == MISSING else interval
-    mark = budget_mark(record["row"]) if marked and record["dataset"] == AVERAGE else ""
-    return (Bold(text) if bold else text, f" {interval}" if interval else "", mark)
+    interval = table.spread(value, of.interval(record), lambda x: show(x, of.digits)) if sampled else ""
+    interval = f"[{table.MISSING}]" if interval == table.MISSING else interval
+    whole = marked and record["dataset"] == frame.AVERAGE
+    mark = frame.BUDGET_MARK if whole and frame.budget_remark(record["row"]) else ""
+    return (table.Bold(text) if bold else text, f" {interval}" if interval else "", mark)
 
 
 def _caption(layout: Layout) -> str:
@@ -314,7 +283,7 @@ def _caption(layout: Layout) -> str:
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
     several_seeds = any(len(record["rows"]) > 1 for records in layout.tables.values() for record in records)
     pooled = f", seeds {seeds} pooled" if several_seeds else ""
-    each = several(row["n_samples"] for row in rows)
+    each = table.several(row["n_samples"] for row in rows)
     text = f"{names[0]}: {names[1]}; {each} samples a cell and seed{pooled}, {batch_text(rows)}."
     asked = {one.name for one in layout.measures}
     if asked & {"score", "to_full"}:
@@ -323,19 +292,19 @@ def _caption(layout: Layout) -> str:
         at = "" if layout.against == "full" else " at the same budget"
         text += f" {_to(layout.against)}: mean difference of the same samples{at}."
     if asked & {"device", "host"}:
-        text += f" {said_of_bytes(rows)}."
+        text += f" {frame.said_of_bytes(rows)}."
     if asked & TIMES:
-        text += f" {said_of_load(rows)}".rstrip()
+        text += f" {frame.said_of_load(rows)}".rstrip()
     if any(one.better for one in layout.measures):
         text += " Bold: the best of a column of the same samples, Full and Oracle excluded."
-    text += f" Machine: {several(row['device'] for row in rows)}."
+    text += f" Machine: {table.several(row['device'] for row in rows)}."
     return ("SMOKE RUN, no results. " if any(row["smoke"] for row in rows) else "") + text
 
 
-def report(layout: Layout, name: str = "") -> Report:
+def report(layout: Layout, name: str = "") -> table.Report:
     """The tables with caption and notes. name: of the rows, for LaTeX's title."""
     notes = {"Notes": layout.notes} if layout.notes else {}
-    return Report(f"Rows of {name}", _caption(layout), tables(layout), notes)
+    return table.Report(f"Rows of {name}", _caption(layout), tables(layout), notes)
 
 
 def numbers(layout: Layout) -> pd.DataFrame:

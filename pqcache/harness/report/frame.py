@@ -63,11 +63,8 @@ def frame(rows: Iterable[Row], *, datasets: bool = False, pool: bool = False, ag
     rows = list(rows)
     full, other = ([row for row in rows if row["method"] == name] for name in ("full", against))
     groups = pooled_groups(rows)[0] if pool else [[row] for row in rows]
-    lines = (
-        [{**line, **_quality(group, other, task, against)} for line, task in _lines(group, full, datasets)]
-        for group in groups
-    )
-    made = pd.DataFrame([line for of in lines for line in of])
+    lines = [(group, *line) for group in groups for line in _lines(group, full, datasets)]
+    made = pd.DataFrame([{**line, **_quality(group, other, task, against)} for group, line, task in lines])
     options = (name for row in rows for name in _options(row))
     made.attrs["keys"] = list(dict.fromkeys(["dataset", *options, *FIELDS]))
     return made
@@ -252,14 +249,9 @@ def _is_number(value: Any) -> bool:
 # A budget is what a user asks for: a share of the prompt, or a number of tokens. A method spends it by its own rule: sinks on
 # top, whole pages, generated tokens kept beside it. Short prompts may hardly be compressed then. Tables mark such rows with a
 # footnote. Methods without a budget of tokens (full, quantizers) are never marked.
-BUDGET_MARK = "*"
+BUDGET_MARK = "*"  # behind the tokens that a row attends
 MOST_ATTENDED, LEAST_ATTENDED = 1.2, 0.8  # tokens attended / tokens of the budget: within these a row is not marked
 HARDLY_COMPRESSED = 0.8  # planned tokens / prompt tokens: from here on hardly anything is compressed
-
-
-def budget_mark(row: Row) -> str:
-    """What stands behind the tokens that a row attends: BUDGET_MARK, or nothing."""
-    return BUDGET_MARK if budget_remark(row) else ""
 
 
 def said_of_load(rows: Iterable[Row]) -> str:

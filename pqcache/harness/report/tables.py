@@ -7,17 +7,8 @@ from statistics import fmean
 
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
+from pqcache.harness.report import frame
 from pqcache.harness.report.any_table import MEASURES, Record
-from pqcache.harness.report.frame import (
-    BUDGET_MARK,
-    budget_mark,
-    budget_notes,
-    budget_remark,
-    budget_text,
-    frame,
-    said_of_bytes,
-    said_of_load,
-)
 from pqcache.harness.report.rows import (
     NO_FULL,
     Row,
@@ -52,7 +43,7 @@ def sweep_table(plan: RunPlan, rows: Mapping[str, Row], outcomes: Mapping[str, s
     keys = varying_keys(plan)
     order = {budget: place for place, budget in enumerate(plan.budgets)}
     cells = sorted(plan.cells, key=lambda cell: -1 if cell.ignores_budget else order.get(cell.budgets[0], 0))
-    records = dict(zip(rows, frame(rows.values()).to_dict("records"), strict=True))
+    records = dict(zip(rows, frame.frame(rows.values()).to_dict("records"), strict=True))
     body = []
     for cell in cells:
         absent = [outcomes.get(cell.name, MISSING), *[""] * (len(COLUMNS) - 1)]
@@ -79,7 +70,7 @@ def _measured(record: Record) -> list[str]:
         "" if is_full else signed(row["paired_difference"]),
         "" if is_full else spread(row["paired_difference"], row["paired_interval"], signed) + of_samples(row),
         *(number(MEASURES[key].of(record), MEASURES[key].digits) for key in OF_METRICS.values()),
-        number(row["attended_tokens"], 0) + budget_mark(row),
+        number(row["attended_tokens"], 0) + (frame.BUDGET_MARK if frame.budget_remark(row) else ""),
         *(_mebibytes(record, tier) for tier in ("device", "host")),
         number(row["tt2t_s"], 3),
         number(row["tpot_p50_ms"], 2),
@@ -108,7 +99,7 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
     prompt = fmean(row["prompt_tokens"] for row in every)
     drawn = several(decode_text(row) for row in every)
     batch = batch_text(every) + (f", drawn at {drawn}" if drawn else "")
-    named = [(f"{row['method']} at {budget_text(row)}", row) for row in every]
+    named = [(f"{row['method']} at {frame.budget_text(row)}", row) for row in every]
     meanings = {row["task"]: meaning for row in every if (meaning := score_meaning(row))}
     shares = "; in brackets as a share of Full's" if any(row["method"] == "full" for row in every) else ""
     lines = [
@@ -116,11 +107,11 @@ def sweep_caption(rows: Mapping[str, Row]) -> str:
         f"{names}, {tasks}: {samples_text(every, ' a cell')}{skipped}, {prompt:.0f} prompt tokens on average, {batch},"
         f" on {several(row['device'] for row in every)}.",
         "to Full: mean difference of the same samples, 95 % bootstrap interval.",
-        f"attended: tokens per decode step. {said_of_bytes(every)}{shares}.",
-        *([said] if (said := said_of_load(every)) else []),
+        f"attended: tokens per decode step. {frame.said_of_bytes(every)}{shares}.",
+        *([said] if (said := frame.said_of_load(every)) else []),
         *(f"to Full is n/a: {reason}." for reason in dict.fromkeys(row["paired_reason"] for row in every) if reason),
         *(f"score of {task}: {meaning}." for task, meaning in meanings.items()),
-        *(f"{BUDGET_MARK} {note}" for note in budget_notes(named)),
+        *(f"{frame.BUDGET_MARK} {note}" for note in frame.budget_notes(named)),
     ]
     return "\n".join(lines) + "\n"
 
@@ -165,7 +156,7 @@ def best_of_table(plan: RunPlan, rows: Mapping[str, Row]) -> str:
         for cell in plan.cells:
             row = rows.get(cell.name)
             if row is not None and row["score"] is not None:
-                where = f"{row['model']}, {row['task']}, budget {budget_text(row)}, seed {row['seed']}"
+                where = f"{row['model']}, {row['task']}, budget {frame.budget_text(row)}, seed {row['seed']}"
                 for name in sorted(set(cell.names) & set(names), key=list(names).index):
                     groups.setdefault((line, where), {})[name] = row["score"]
     lines = []
@@ -188,10 +179,8 @@ def varying_keys(plan: RunPlan) -> list[str]:
     for key in dict.fromkeys(key for cell in plan.cells for key in cell.changed):
         group, _, name = key.partition(".")
         having = [cell for cell in plan.cells if not name or name in cell.identity[group]]
-        changed, other = (
-            {cell_label(cell, "method") for cell in having if (key in cell.changed) == is_changed}
-            for is_changed in (True, False)
-        )
+        changed = {cell_label(cell, "method") for cell in having if key in cell.changed}
+        other = {cell_label(cell, "method") for cell in having if key not in cell.changed}
         if len({cell_label(cell, key) for cell in having}) > 1 or changed & other:
             keys.append(key)
     told = [(cell_label(cell, "method"), *map(cell.identity.get, ("budget", "budget_rule"))) for cell in plan.cells]
@@ -223,8 +212,8 @@ def pooled_table(rows: Iterable[Row]) -> str:
     Differences are taken sample by sample against the Full row of the same seed; n/a if a seed has none.
     """
     body = []
-    for one in frame(rows, pool=True).to_dict("records"):
-        texts = [one["method"], budget_text(one["row"]), str(one["samples"])]
+    for one in frame.frame(rows, pool=True).to_dict("records"):
+        texts = [one["method"], frame.budget_text(one["row"]), str(one["samples"])]
         for name, show in (("score", number), ("to_full", signed)):
             value, interval = MEASURES[name].of(one), MEASURES[name].interval(one)
             full = name == "to_full" and one["method"] == "full"
@@ -245,7 +234,7 @@ def row_text(row: Row, path: Path | None) -> str:
     passed = [f"pass@{k} {number(v)} {spread(v, spans.get(k), number, ALONE)}" for k, v in drawn.items()]
     commits = (row["git_commit"] or MISSING).split(" / ")
     commit = " / ".join(commit[:12] + ("-dirty" if "-dirty" in commit else "") for commit in commits)
-    remark, latency, measured = budget_remark(row), row["task"] == "latency", row["diagnostics"]
+    remark, latency, measured = frame.budget_remark(row), row["task"] == "latency", row["diagnostics"]
     score = f"{number(row['score'])} {spread(row['score'], row['score_interval'], number, ALONE)}{_to_full(row)}"
     resident, moved, time = _resident(row), _tiers(row["bytes_per_step"]) or "nothing moved", _times(row)
     if batch > 1 and latency:
@@ -274,19 +263,19 @@ def row_text(row: Row, path: Path | None) -> str:
         "score": "none: task=latency measures times and bytes" if latency else score,
         "score is": score_meaning(row),
         "drawn": "; ".join([how, *passed]) if (how := decode_text(row)) else "",
-        "tokens": _tokens(row, BUDGET_MARK if remark else ""),
+        "tokens": _tokens(row, frame.BUDGET_MARK if remark else ""),
         "resident": resident,
         "per step": moved,
         "time": time if measured is None else "not measured: diagnostics slow the steps",
         "machine": f"{row['device']}, {row['attn']}, commit {commit}",
-        "budget": f"{BUDGET_MARK} {row['method']} {remark}" if remark else "",
+        "budget": f"{frame.BUDGET_MARK} {row['method']} {remark}" if remark else "",
         "metrics": ", ".join(f"{name} {value:.4g}" for name, value in metrics.items()),  # as lm-eval scales them
         "selection": selection,
         "bound": bound,
         "row": "" if path is None else str(path),
     }
     title = (
-        f"{row['model']}  {row['method']}  budget {budget_text(row)}  {row['task']}  seed {row['seed']}"
+        f"{row['model']}  {row['method']}  budget {frame.budget_text(row)}  {row['task']}  seed {row['seed']}"
         f"  {samples_text([row])}{skipped_text(row)}" + ("  SMOKE RUN: no result" if row["smoke"] else "")
     )
     return "\n".join([title, *(f"  {name:<9} {text}" for name, text in lines.items() if text)])
@@ -383,6 +372,6 @@ def summary(rows: Iterable[Row], method: str) -> list[str]:
             interval = spread(row["paired_difference"], row["paired_interval"], signed, ALONE)
             parts.append(f"{signed(row['paired_difference'])} points {interval}")
         smoke = "SMOKE RUN, no result: " if row["smoke"] else ""
-        name = f"{method_class(method).__name__} at {budget_text(row)}"
+        name = f"{method_class(method).__name__} at {frame.budget_text(row)}"
         sentences += [f"{smoke}{name}: {', '.join(parts)}."] if parts else []
     return sentences
