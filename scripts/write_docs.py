@@ -105,7 +105,7 @@ class Description:
 
 
 def methods_table(short: bool) -> str:
-    """A line per method. short: as the README has it, without blanks around `|`, which `wc -w` would count as words."""
+    """A line per method. short: as the README has it."""
     lines = []
     for one in map(Description, METHODS):
         link = f"[{one.name}](docs/methods.md#{one.name})" if short else f"[{one.name}](#{one.name})"
@@ -114,8 +114,7 @@ def methods_table(short: bool) -> str:
         cells = [link, one.kind, *does, one.paper, repository or "none published", str(one.count)]
         lines.append(f"| {' | '.join(map(written, cells))} |")
     head = f"| method | kind |{'' if short else ' what it does |'} paper | official code | deviations |"
-    text = "\n".join([head, "|" + "---|" * (5 if short else 6), *lines])
-    return text.replace(" | ", "|").replace("| ", "|").replace(" |", "|") if short else text
+    return "\n".join([head, "|" + "---|" * (5 if short else 6), *lines])
 
 
 def methods_page() -> str:
@@ -259,24 +258,20 @@ def readme() -> str:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     made = {"real": fidelity.table(real()), "answers": answers()}
     made["results"] = trade_off.table(points().query("method in @README_METHODS"))
+    made["methods"] = methods_table(short=True)
     for name, table in made.items():
-        table = re.sub(r" ?\| ?", "|", table)
+        table = re.sub(r" ?\| ?", "|", table)  # `wc -w` would count blanks as words
         # an interval stays on one line
         text = filled(text, name, re.sub(r" \[(\S+), (\S+)\]\|", r"&nbsp;[\1,&nbsp;\2]|", table))
-    return filled(text, "methods", methods_table(short=True))
+    return text
 
 
 def pages() -> dict[Path, str]:
     """Path -> text of every page that the code decides."""
-    return {
-        DOCS / "methods.md": methods_page(),
-        DOCS / "options.md": options_page(),
-        DOCS / "row.md": row_page(),
-        DOCS / "findings.md": filled(
-            (DOCS / "findings.md").read_text(encoding="utf-8"), "findings", findings.page(REAL_ROWS)
-        ),
-        ROOT / "README.md": readme(),
-    }
+    found = (DOCS / "findings.md").read_text(encoding="utf-8")
+    made = {"methods": methods_page(), "options": options_page(), "row": row_page()}
+    made["findings"] = filled(found, "findings", findings.page(REAL_ROWS))
+    return {**{DOCS / f"{name}.md": text for name, text in made.items()}, ROOT / "README.md": readme()}
 
 
 def write_picture() -> None:

@@ -57,12 +57,9 @@ class Candidate:
     @property
     def place(self) -> tuple[str, ...]:
         """What is tried: method, options and budget."""
-        return self.row["method"], *self.options, *([] if ignores_budget(self.row) else [self.budget])
-
-    @property
-    def budget(self) -> str:
         row = self.row
-        return f"budget={budget_text(row) if row['budget_ratio'] is not None else round(row['budget_tokens'] or 0)}"
+        budget = budget_text(row) if row["budget_ratio"] is not None else round(row["budget_tokens"] or 0)
+        return row["method"], *self.options, *([] if ignores_budget(row) else [f"budget={budget}"])
 
     def needed(self, quality: float) -> int | None:
         """Samples after which the interval would leave the limit on one side; None where the mean is on it."""
@@ -163,10 +160,9 @@ def _candidates(
             continue
         parts = [np.array(list(one.values())) for one in differences.values() if one]
         variance = sum(part.var(ddof=1) / len(part) for part in parts if len(part) > 1) / len(parts) ** 2
-        interval, share = (
-            score_statistics.interval_of_differences(differences),
-            own.get("device", 0.0) / whole["device"],
-        )
+        interval = score_statistics.interval_of_differences(differences)
+        device = own.get("device", 0.0)
+        share = device / whole["device"]
         if row is full:
             verdict = ""
         elif share > memory:
@@ -175,7 +171,7 @@ def _candidates(
             verdict = OPEN
         else:
             verdict = MEETS if interval[0] >= quality else QUALITY
-        numbers = own.get("device", 0.0), own.get("host", 0.0), share, loss, interval, sum(map(len, parts))
+        numbers = device, own.get("host", 0.0), share, loss, interval, sum(map(len, parts))
         found.append(Candidate(row, *numbers, float(variance) ** 0.5, verdict))
     if all(one.row["method"] == "full" for one in found):
         found = []
@@ -241,16 +237,15 @@ def _command(every: Sequence[Sequence[Candidate]], asked: str, memory: float, qu
     missing = len(every) - len(first)
     lines = [f"{limits}: {' '.join(first[0].place)} {said}."]
     lines += [f"{missing} of the {len(every)} tasks above have no row of it."] if missing else []
-    row, options, folder = first[0].row, first[0].options, Path(asked).expanduser().exists()
+    row, (method, *chosen) = first[0].row, first[0].place
     model, path = row["model"], row["model_options"].get("path")
-    if not folder:
+    if not Path(asked).expanduser().exists():
         model, path = (asked, None) if asked in options_of("model", places.CONFIGS) else ("hf", asked)
     weights = [f"model={model}", *([f"model.path={path}"] if model == "hf" else [])]
     words = [*weights, "task=prompts", "task.source=prompts.jsonl"]
-    budget = [] if ignores_budget(row) else [first[0].budget]
-    methods = [["-m", f"method=full,{row['method']}", *budget]]
-    if options:
-        methods = [["method=full"], [f"method={row['method']}", *options, *budget]]
+    methods = [["-m", f"method=full,{method}", *chosen]]
+    if first[0].options:
+        methods = [["method=full"], [f"method={method}", *chosen]]
     lines += ["On your own prompts:"]
     lines += [f"    {places.COMMAND} {shlex.join([*method, *words])}" for method in methods]
     return ["\n".join(lines)]

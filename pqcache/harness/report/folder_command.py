@@ -66,13 +66,8 @@ def _read(argv: Sequence[str]) -> tuple[str, dict[str, str]]:
         if key not in (*takes, *commands):
             errors.append(f"{one_line(key)[:60]}: {command}=<folder> runs nothing; {suggestion(key, takes)}")
         elif not value.strip():
-            what = {
-                "against": "name a method",
-                "out": "name a folder",
-                command: "name a folder",
-                "memory": "be a number",
-                "quality": "be a number",
-            }
+            what = {"against": "name a method", "memory": "be a number", "quality": "be a number"}
+            what |= dict.fromkeys(("out", command), "name a folder")
             errors.append(f"{key}=: must {what.get(key, 'list names')}")
     if errors:
         raise Refused(errors)

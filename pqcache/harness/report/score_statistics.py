@@ -102,17 +102,10 @@ def significance(differences: Scores) -> float | None:
 
 def paired(scores: Scores, reference: Scores) -> Scores:
     """Score minus reference score of every sample that both have."""
-    return {
-        task: {key: value - reference[task][key] for key, value in samples.items() if key in reference[task]}
-        for task, samples in scores.items()
-        if task in reference
-    }
+    common = only(scores, reference).items()
+    return {task: {key: value - reference[task][key] for key, value in own.items()} for task, own in common}
 
 
 def only(scores: Scores, like: Scores) -> Scores:
     """The samples of `scores` that `like` has too."""
-    return {
-        task: {key: value for key, value in samples.items() if key in like[task]}
-        for task, samples in scores.items()
-        if task in like
-    }
+    return {task: {k: v for k, v in own.items() if k in like[task]} for task, own in scores.items() if task in like}

@@ -154,11 +154,8 @@ class Report:
 
     def write(self, stem: Path, numbers: pd.DataFrame) -> list[Path]:
         """Write <stem>.md, .tex and, of the numbers, .csv."""
-        made = {
-            ".md": self.markdown(),
-            ".tex": self.latex(),
-            ".csv": numbers.map(_as_text).rename(columns=_as_text).to_csv(index=False),
-        }
+        csv = numbers.map(_as_text).rename(columns=_as_text).to_csv(index=False)
+        made = {".md": self.markdown(), ".tex": self.latex(), ".csv": csv}
         for suffix, text in made.items():
             write_text(stem.with_suffix(suffix), text)
         return [stem.with_suffix(suffix) for suffix in made]
