@@ -13,30 +13,14 @@ __all__ = ["make_rows", "plan", "sample"]
 
 def sample(doc_id: int, **changed: Any) -> Sample:
     values: dict[str, Any] = {
-        "task": "needle_pocket",
-        "doc_id": doc_id,
-        "fingerprint": "f",
-        "response": "",
-        "score": 0.0,
-        "new_tokens": 4,
-        "prompt_tokens": 1000,
-        "question_tokens": 0,
-        "prefill_s": 0.5,
-        "tt2t_s": 0.6,
-        "step_s": [0.1, 0.05, 0.01],
-        "index_build_s": 0.1,
-        "budget_tokens": 200,
-        "attended_tokens": 201.0,
-        "attended_tokens_all_layers": 201.0,
-        "resident_bytes": {"device": 2**20, "host": 2**20},
-        "peak_bytes": {"device": 3 * 2**20, "host": 2**20},
-        "bytes_per_step": {"selection": 64.0},
-        "extra": {},
-        "attn": "sdpa",
-        "device": "a machine",
-        "git_commit": None,
-        "versions": {"python": "3.11"},
-    }
+        "task": "needle_pocket", "doc_id": doc_id, "fingerprint": "f", "response": "", "score": 0.0,
+        "new_tokens": 4, "prompt_tokens": 1000, "question_tokens": 0,
+        "prefill_s": 0.5, "tt2t_s": 0.6, "step_s": [0.1, 0.05, 0.01], "index_build_s": 0.1,
+        "budget_tokens": 200, "attended_tokens": 201.0, "attended_tokens_all_layers": 201.0,
+        "resident_bytes": {"device": 2**20, "host": 2**20}, "peak_bytes": {"device": 3 * 2**20, "host": 2**20},
+        "bytes_per_step": {"selection": 64.0}, "extra": {},
+        "attn": "sdpa", "device": "a machine", "git_commit": None, "versions": {"python": "3.11"},
+    }  # fmt: skip
     return {**values, **changed}  # type: ignore[typeddict-item]
 
 
@@ -45,11 +29,6 @@ def make_rows(plan_: RunPlan, scores: dict[str, list[float]], samples: list[Samp
     for cell in plan_.cells:
         method = cell.identity["method"]["name"]
         values = {"needle_pocket": {str(i): v for i, v in enumerate(scores[method])}}
-        made[cell.name] = build_row(
-            cell,
-            values,
-            samples or [sample(i) for i in range(len(scores[method]))],
-            prompt_protocol={},
-            kv_dtype="float32",
-        )
+        own = samples or [sample(i) for i in range(len(scores[method]))]
+        made[cell.name] = build_row(cell, values, own, prompt_protocol={}, kv_dtype="float32")
     return {name: pair_with_full(row, find_full(row, made.values())) for name, row in made.items()}

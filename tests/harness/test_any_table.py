@@ -16,6 +16,7 @@ from pqcache.harness.report.any_table import VALUES, lay_out, report, tables
 from pqcache.harness.report.rows import Row, rows_under, write_row
 from pqcache.harness.report.table import Bold
 from pqcache.harness.run.other_load import other_load
+from tests.harness.cells import Capture
 
 
 def make_row(folder: Path, method: str, scores: dict[str, list[float]], **known: Any) -> None:
@@ -50,7 +51,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.rest
-def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_table_of_a_sweep(folder: Path, capsys: Capture) -> None:
     line = [f"tables={folder}", "rows=method", "columns=budget", "values=score,to_full,tpot"]
     assert run.main(line) == 0
     shown = capsys.readouterr()
@@ -72,7 +73,7 @@ def test_a_table_of_a_sweep(folder: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (float(one["number"]), one["samples"], one["seeds"]) == (-7.5, "4", "0 1")
 
 
-def test_differences_to_another_method_are_at_its_budget(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_differences_to_another_method_are_at_its_budget(folder: Path, capsys: Capture) -> None:
     columns = ("method",), ("budget",), ("to_full",)
     (table,) = tables(lay_out(rows_under(folder), *columns, against="streaming"))
     assert table.head == ["method", "0.1", "0.2"]

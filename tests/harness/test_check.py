@@ -13,6 +13,7 @@ from pqcache.harness.report import check, papers, published
 from pqcache.harness.report.entries import table_entries
 from pqcache.harness.report.published import CONFIGS, Item, items, plan_at_paper_scale, status
 from tests.harness import cells
+from tests.harness.cells import Capture, Patch
 
 REPEATED = list(dict.fromkeys(name for item in items() for name in item.experiments))
 
@@ -41,7 +42,7 @@ def item(keys: dict[str, Any], of: Any = "all") -> Item:
     ],
 )
 def test_a_difference_needs_a_note_of_it(
-    of: Any, keys: dict[str, Any], note: str, states: list[str], monkeypatch: pytest.MonkeyPatch
+    of: Any, keys: dict[str, Any], note: str, states: list[str], monkeypatch: Patch
 ) -> None:
     plan = plan_of("pqcache_table2")
     monkeypatch.setattr(plan, "report", {**plan.report, "notes": [note] if note else []})
@@ -49,9 +50,7 @@ def test_a_difference_needs_a_note_of_it(
 
 
 @pytest.mark.parametrize(("m", "code"), [(2, 0), (4, 1)])
-def test_a_difference_is_printed_and_is_an_error(
-    m: int, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_difference_is_printed_and_is_an_error(m: int, code: int, monkeypatch: Patch, capsys: Capture) -> None:
     made = replace(item({"method.m": m}, ("pqcache",)), experiments=("pqcache_table2",))
     monkeypatch.setattr(check, "items", lambda: (made,))
     monkeypatch.setattr(check, "plan_at_paper_scale", lambda *_: plan_of("pqcache_table2"))
@@ -71,7 +70,7 @@ def test_every_experiment_is_what_its_paper_says_or_says_why_not(name: str) -> N
 
 
 @pytest.mark.rest
-def test_every_item_and_experiment_is_listed(repo: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_item_and_experiment_is_listed(repo: Path, monkeypatch: Patch) -> None:
     monkeypatch.setattr(published, "plan_at_paper_scale", plan_of)
     page, lines = (repo / "docs" / "reproducing.md").read_text(encoding="utf-8"), status([])
     for one in items():

@@ -13,11 +13,11 @@ from pqcache.diagnostics.summary import PROMPT_SUFFIX
 from pqcache.harness.report import diagnostic_figures
 from pqcache.harness.report.diagnostic_figures import PICTURES
 from pqcache.harness.report.rows import Diagnostics
-from tests.harness.cells import Command
+from tests.harness.cells import Capture, Command
 from tests.harness.cells import one_row as only
 
 
-def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_row_and_files(command: Command, tmp_path: Path, capsys: Capture) -> None:
     assert command("method=oracle", "diagnostics=true", "method.n_sink=8") == 0
     folder, row = only(tmp_path / "out", "oracle")
     result: Any = row["diagnostics"]
@@ -26,10 +26,8 @@ def test_row_and_files(command: Command, tmp_path: Path, capsys: pytest.CaptureF
     assert 0 < result["mass_p5"] <= result["mass"] < 1
     assert result["bound_held"] == 1
     assert result["chance"] < result["recall_q"] <= 1
-    assert (result["samples"], result["steps"]) == (
-        3,
-        sum(len(json.loads(s)["step_s"]) for s in (folder / "samples.jsonl").open()),
-    )
+    steps = sum(len(json.loads(line)["step_s"]) for line in (folder / "samples.jsonl").open())
+    assert (result["samples"], result["steps"]) == (3, steps)
     assert [len(x) for x in result["by_layer"].values()] == [2] * len(result["by_layer"])
     for key in ("tt2t_s", "tpot_p50_ms", "tpot_p95_ms", "prefill_s", "index_build_s", "roofline"):
         assert row[key] is None  # type: ignore[literal-required]
@@ -63,7 +61,7 @@ def test_only_what_is_missing_is_measured_again(command: Command, tmp_path: Path
 
 
 @pytest.mark.rest
-def test_a_recorded_cell_is_replayed(command: Command, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_recorded_cell_is_replayed(command: Command, tmp_path: Path, capsys: Capture) -> None:
     assert command("method=quest", "diagnostics=trace", "budget=0.3", "method.page=8") == 0
     folder, row = only(tmp_path / "out", "quest")
     assert command("method=replay", f"method.trace='{folder / 'diagnostics'}'", "diagnostics=true") == 0

@@ -4,8 +4,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 from pqcache.harness.config.cells import foreign, open_folder, read_config, write_status
 from pqcache.harness.config.options import one_line
 from pqcache.harness.report import papers
@@ -15,7 +13,7 @@ from pqcache.harness.report.tables import cell_label
 from pqcache.harness.run import tracking
 from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.streams import guarded
-from tests.harness.cells import REPO, planned
+from tests.harness.cells import REPO, Capture, Patch, planned
 
 HOSTILE = {
     "clears the screen": "\x1b[2J\x1b[H",
@@ -30,7 +28,7 @@ HOSTILE = {
 }
 
 
-def test_control_characters_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_are_shown(capsys: Capture) -> None:
     for name, text in HOSTILE.items():
         for shown in (printable(text), in_markdown(text), in_latex(text)):
             assert shown.isprintable(), name
@@ -60,7 +58,7 @@ SECRET = {
 }
 
 
-def test_secrets_in_addresses_are_masked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_secrets_in_addresses_are_masked(tmp_path: Path, capsys: Capture) -> None:
     for name, text in SECRET.items():
         assert "pa55word" not in one_line(text), name
         write_status(tmp_path, "failed", reason=text, traceback=f"Traceback\n  {text}\n")
@@ -73,7 +71,7 @@ def test_secrets_in_addresses_are_masked(tmp_path: Path, capsys: pytest.CaptureF
         assert one_line(plain) == plain
 
 
-def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: Patch) -> None:
     secret = "https://me:pa55word@host/m?access_token=pa55word"
     words = ["-m", "method=oracle,quest", "model=hf", f"model.path='{secret}'", f"model.system='of {secret}'"]
     plan = planned([*words, f"out={tmp_path}"])
@@ -81,9 +79,8 @@ def test_secrets_in_options_are_in_no_file(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(tracking, "_run", lambda *sent: logged.append(sent[1:]) or 1 / 0)
     for cell in plan.cells:
         assert cell.identity["model"]["path"] == secret  # what is loaded
-        row = build_row(
-            cell, {}, [], prompt_protocol={"system": f"of {secret}"}, kv_dtype="float32", data={"of": [secret]}
-        )
+        told = {"prompt_protocol": {"system": f"of {secret}"}, "data": {"of": [secret]}}
+        row = build_row(cell, {}, [], kv_dtype="float32", **told)
         write_row(open_folder(cell) / "row.json", row)
         tracking.track(cell, row, [], "offline")
         shown = [cell.label, cell.yaml(), papers.command(cell), cell_label(cell, "model.path"), str(logged)]

@@ -67,9 +67,8 @@ def test_every_printed_number_has_its_cell(name: str, tmp_path: Path) -> None:
     assert shown == printed
     of_no_method = Counter(n.value for n in published.numbers(name) if not n.model)
     models = {cell.identity["model"]["name"] for cell in plan.cells}
-    assert Counter(e.published for e in printed_rows(plan)) == Counter(
-        {v: k * len(models) for v, k in of_no_method.items()}
-    )
+    of_each_model = Counter({value: count * len(models) for value, count in of_no_method.items()})
+    assert Counter(e.published for e in printed_rows(plan)) == of_each_model
 
 
 @pytest.mark.rest

@@ -14,14 +14,9 @@ SETS = ("narrativeqa", "qasper", "average")
 
 
 def entry(line: str, budget: float | None, dataset: str, measured: float | None, **other: Any) -> Entry:
-    known: dict[str, Any] = {
-        "method": line,
-        "dataset": dataset,
-        "metric": "score",
-        "measured": measured,
-        "budget": budget,
-    }
-    return Entry(**{"experiment": "x", "model": "m", "line": line, **known, "folder": f"{line}{budget}", **other})
+    known: dict[str, Any] = {"method": line, "dataset": dataset, "metric": "score", "measured": measured}
+    known |= {"experiment": "x", "model": "m", "line": line, "budget": budget, "folder": f"{line}{budget}"}
+    return Entry(**{**known, **other})
 
 
 def table() -> list[Entry]:
@@ -38,9 +33,8 @@ def table() -> list[Entry]:
 
 def text(block: Table, line: int, column: str) -> str:
     field = block.body[line][list(block.head).index(column)]
-    return "".join(
-        f"*{part}*" if isinstance(part, Bold) else part for part in ([field] if isinstance(field, str) else field)
-    )
+    parts = [field] if isinstance(field, str) else field
+    return "".join(f"*{part}*" if isinstance(part, Bold) else part for part in parts)
 
 
 def test_lines_and_columns_by_default() -> None:
@@ -66,9 +60,8 @@ def test_lines_of_a_model_stand_together_and_the_printed_ones_come_first() -> No
 
 def test_differences_are_a_block_of_their_own_where_lines_are_columns() -> None:
     report = {"layout": {"rows": ["dataset"], "columns": ["budget", "line"]}}
-    one = entry(
-        "pqcache", 0.2, "qasper", 38.0, to_full=-2.0, to_full_low=-3.0, to_full_high=-1.0, published_to_full=-0.5
-    )
+    ends = {"to_full": -2.0, "to_full_low": -3.0, "to_full_high": -1.0, "published_to_full": -0.5}
+    one = entry("pqcache", 0.2, "qasper", 38.0, **ends)
     values, differences = tables_of([entry("full", None, "qasper", 40.0), one], report, {})
     assert text(values, 0, "0.2, pqcache") == "38.00"
     assert text(differences, 0, "0.2, pqcache") == "-2.00 [-3.00, -1.00] (-0.50)"
@@ -110,11 +103,8 @@ def test_unknown_keys_are_refused() -> None:
 
 def wide() -> list[Entry]:
     """16 columns and 120 lines, with every letter that LaTeX reads as a command."""
-    return [
-        entry(f"method_{i}", 0.2, f"data & set {j} 100 % #1", 12.34 + i, published=99.99)
-        for i in range(60)
-        for j in range(16)
-    ]
+    named = [(i, f"data & set {j} 100 % #1") for i in range(60) for j in range(16)]
+    return [entry(f"method_{i}", 0.2, dataset, 12.34 + i, published=99.99) for i, dataset in named]
 
 
 def test_wide_and_long_tables_are_split() -> None:

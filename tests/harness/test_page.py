@@ -11,7 +11,7 @@ from bs4 import BeautifulSoup
 import run
 from pqcache.harness.report import page
 from pqcache.harness.report.page import words_of
-from tests.harness.cells import planned
+from tests.harness.cells import Capture, Patch, planned
 from tests.harness.made_rows import sample
 from tests.harness.test_any_table import make_row
 
@@ -42,9 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return out
 
 
-def test_the_page(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_page(folder: Path, monkeypatch: Patch, tmp_path: Path, capsys: Capture) -> None:
     monkeypatch.setattr(page, "_library", lambda: "")
     assert run.main([f"report={folder}", f"out={tmp_path / 'page'}"]) == 0
     assert capsys.readouterr().out.strip() == str(tmp_path / "page" / "report.html")
@@ -69,7 +67,7 @@ def test_the_page(
     assert (layers["data"][0]["x"], layers["data"][0]["y"]) == ([1, 2], [0.5, 0.75])
 
 
-def test_sub_tasks_that_are_null_cost_their_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_sub_tasks_that_are_null_cost_their_columns(monkeypatch: Patch, tmp_path: Path) -> None:
     monkeypatch.setattr(page, "_library", lambda: "")
     make_row(tmp_path, "full", {"t_a": [100, 90], "t_b": [50, 60]}, tasks=None, extra=None)
     assert run.main([f"report={tmp_path}"]) == 0

@@ -16,6 +16,7 @@ from pqcache.harness.report.footnotes import deviations, footnotes
 from pqcache.harness.run import models
 from pqcache.harness.run.row_builder import build_row
 from pqcache.registry import method_class
+from tests.harness.cells import Capture, Patch
 from tests.harness.made_rows import sample
 
 SCORES = {"full": 40.0, "oracle": 41.0, "h2o_c": 30.0, "infllm": 29.0, "sparq": 28.0, "pqcache": 38.0}
@@ -70,9 +71,8 @@ def test_entries(plan: RunPlan, rows: dict[str, results.Row]) -> None:
 def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> None:
     text, files = papers.write(plan, tmp_path)
     assert [path.suffix for path in files] == [".md", ".tex", ".csv"]  # a table has no figure
-    average, differences = (
-        x for x in text.splitlines() if x.startswith("| average |")
-    )  # data sets are lines, as printed
+    # data sets are lines, as printed
+    average, differences = (x for x in text.splitlines() if x.startswith("| average |"))
     assert "**40.50** (**39.32**)" in average and "-2.00 [-2.00, -2.00] (+0.00)" in differences
     assert "- (39.3)" in average  # Oracle is not measured
     tex = files[1].read_text()
@@ -84,9 +84,7 @@ def test_tables(plan: RunPlan, rows: dict[str, results.Row], tmp_path: Path) -> 
     assert {"measured", "low", "high", "to_full", "p", "published", "published_to_full"} <= lines[0].keys()
 
 
-def test_all_tables(
-    plan: RunPlan, rows: dict[str, results.Row], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_all_tables(plan: RunPlan, rows: dict[str, results.Row], monkeypatch: Patch, capsys: Capture) -> None:
     """What is measured, what is only printed, and an experiment that cannot be written."""
     plans = {"pqcache_table2": plan, "broken": None}
     out = Path(plan.cells[0].run.out)
@@ -95,15 +93,14 @@ def test_all_tables(
     monkeypatch.setattr(papers.published, "status", lambda rows: f"{len(list(rows))} rows")
     written = {path.name: path for path in papers.write_all(out)}
     assert "broken: not written" in capsys.readouterr().err
-    assert {"pqcache_table2.md", "pqcache_table2.tex", "tables.tex", "prose.md", "status.md"} == written.keys() - {
-        "pqcache_table2.csv"
-    }
+    names = [*(f"pqcache_table2.{suffix}" for suffix in ("md", "tex", "csv")), "tables.tex", "prose.md", "status.md"]
+    assert {*names} == written.keys()
     assert "\\begin{document}" in written["tables.tex"].read_text()
     line = next(x for x in written["prose.md"].read_text().splitlines() if "+6.21" in x)
     assert "| 8 |" in line  # 40.5 of PQCache over 32.5 of H2O(C)
 
 
-def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_without_rows_is_refused_in_one_line(tmp_path: Path, capsys: Capture) -> None:
     (tmp_path / "empty").mkdir()
     for folder, why in ((tmp_path / "gone", "no such folder"), (tmp_path / "empty", "no row.json")):
         assert papers.main(["tables", "--out", str(folder)]) == 2
@@ -159,7 +156,7 @@ def test_derived_numbers(where: str, cell: Any, value: float | None) -> None:
     assert got == (None if value is None else pytest.approx(value))
 
 
-def test_random_weights_have_16_bits_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_random_weights_have_16_bits_on_cuda(monkeypatch: Patch) -> None:
     options = {"name": "random", "dtype": "auto", "device": "auto"}
     for there, dtype in ((True, "float16"), (False, "float32")):
         monkeypatch.setattr("torch.cuda.is_available", lambda there=there: there)
@@ -184,9 +181,8 @@ def test_printed_averages(experiment: str) -> None:
             continue
         expected = WRONG.get((experiment, method, budget))
         off = 0.0101 if expected is None else 0.0  # half a unit of either rounding
-        assert (printed, round(fmean(own.values()), 2)) == (expected or (printed, pytest.approx(printed, abs=off))), (
-            model
-        )
+        mean = round(fmean(own.values()), 2)
+        assert (printed, mean) == (expected or (printed, pytest.approx(printed, abs=off))), model
 
 
 def test_what_a_table_says_of_its_cells(tmp_path: Path) -> None:

@@ -18,13 +18,8 @@ def test_damaged_rows_and_lines_are_made_again(
     (path,) = (tmp_path / "out").glob("*/row.json")
     whole = json.loads(path.read_text())
     older = {key: value for key, value in whole.items() if key != DIGEST}
-    other = {
-        "resident_bytes": {"device": 1.0},
-        "extra": {"batch": "many"},
-        "versions": {},
-        "score_interval": None,
-        "score": 1.0,
-    }
+    other = {"resident_bytes": {"device": 1.0}, "extra": {"batch": "many"}, "versions": {}, "score_interval": None}
+    other["score"] = 1.0
     for key, value in other.items():
         path.write_text(json.dumps({**older, key: value}))
         assert command("method=full", "limit=2") == 0

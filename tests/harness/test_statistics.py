@@ -11,6 +11,7 @@ from pqcache.harness.report import score_statistics
 from pqcache.harness.report.frame import frame
 from pqcache.harness.report.rows import Row, match_full, pair_with_full, rows_under, write_row
 from pqcache.harness.report.tables import row_text
+from tests.harness.cells import Patch
 from tests.harness.made_rows import make_rows, plan
 
 
@@ -40,11 +41,8 @@ def test_interval_is_exact_where_it_can_be_counted() -> None:
 
 
 def test_one_sample_of_a_sub_task_has_no_interval_and_no_p() -> None:
-    for scores in (
-        {"t": {"0": 42.0}},
-        {"a": {"0": 1.0}, "b": {"0": 9.0}},
-        {"a": {"0": 1.0}, "b": {"0": 1.0, "1": 2.0}},
-    ):
+    one = {"a": {"0": 1.0}}
+    for scores in ({"t": {"0": 42.0}}, {**one, "b": {"0": 9.0}}, {**one, "b": {"0": 1.0, "1": 2.0}}):
         assert score_statistics.interval(scores) is None
         assert score_statistics.significance(scores) is None
 
@@ -65,9 +63,8 @@ def test_interval_agrees_with_the_normal_approximation() -> None:
 
 
 def full_and_oracle() -> list[Row]:
-    made = make_rows(
-        plan("-m method=full,oracle budget=0.1"), {"full": [100.0, 80.0, 60.0], "oracle": [90.0, 60.0, 70.0]}
-    )
+    scores = {"full": [100.0, 80.0, 60.0], "oracle": [90.0, 60.0, 70.0]}
+    made = make_rows(plan("-m method=full,oracle budget=0.1"), scores)
     return sorted(made.values(), key=lambda row: row["method"])
 
 
@@ -104,7 +101,7 @@ def test_a_full_row_of_before_an_option_is_a_pair() -> None:
     assert match_full({**oracle, "paired_with": None}, [old]) == (old, None)
 
 
-def test_reading_draws_no_samples_and_a_known_pair_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_reading_draws_no_samples_and_a_known_pair_is_kept(tmp_path: Path, monkeypatch: Patch) -> None:
     made = full_and_oracle()
     made[1]["extra"] = {"mass": float("nan")}
     for row in made:
@@ -118,7 +115,7 @@ def test_reading_draws_no_samples_and_a_known_pair_is_kept(tmp_path: Path, monke
     assert frame(read)["to_full.low"].tolist()[1] == made[1]["paired_interval"][0]  # type: ignore[index]
 
 
-def test_a_cell_reads_the_rows_of_full_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cell_reads_the_rows_of_full_alone(tmp_path: Path, monkeypatch: Patch) -> None:
     for row in full_and_oracle():
         write_row(tmp_path / row["folder"] / "row.json", row)
     opened: list[Path] = []

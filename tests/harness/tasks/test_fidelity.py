@@ -44,15 +44,8 @@ def test_a_sweep_has_the_numbers_of_each_prompt(command: Command, tmp_path: Path
 def test_alone_and_shared_agree(command: Command, tmp_path: Path) -> None:
     """The reference that a cell writes for itself is the one that cells share."""
     for shared, out in (("false", tmp_path / "alone"), ("all", tmp_path / "out")):
-        words = [
-            *TASK,
-            "method=pqcache,streaming",
-            "method.n_sink=4",
-            "budget=0.4",
-            "limit=2",
-            f"shared_prefill={shared}",
-        ]
-        assert command("-m", *words, out=out) == 0
+        words = ["method=pqcache,streaming", "method.n_sink=4", "budget=0.4", "limit=2", f"shared_prefill={shared}"]
+        assert command("-m", *TASK, *words, out=out) == 0
     alone, together = ([line["response"] for line in lines_of(tmp_path / name)] for name in ("alone", "out"))
     for one, other in zip(alone, together, strict=True):
         one, other = json.loads(one), json.loads(other)
