@@ -50,12 +50,10 @@ class Drawn:
         common = {"n_samples": 4, "prompt_tokens": 100.0, "device": "a machine", "smoke": False, "model": "m"}
         times = {"prefill_s": None, "index_build_s": 0.0, "tpot_p50_ms": None}
         self.rows[name] = {**common, "extra": {}, **times, **row}
-        values: dict[str, Any] = dict.fromkeys(Entry.__annotations__)
         to_full = None if score is None or line == "full" else score - 50.0
-        ends = {"to_full_low": to_full, "to_full_high": to_full}
-        own = {"line": line, "method": method, "budget": budget, "dataset": dataset, "folder": name, "measured": score}
-        values |= {"experiment": "e", "model": "m", "metric": "score", "status": "ok", "setting": ""}
-        self.entries.append(Entry(**{**values, **own, "to_full": to_full, **ends}))
+        differences = dict.fromkeys(("to_full", "to_full_low", "to_full_high"), to_full)
+        own = {"method": method, "budget": budget, "dataset": dataset, "folder": name, "measured": score}
+        self.entries.append(Entry("e", "m", line, metric="score", **own, **differences))
 
     def __call__(self, **options: Any) -> Any:
         report = {"title": "t", "columns": COLUMNS, "figure": options}

@@ -22,8 +22,8 @@ from pqcache import places
 from pqcache.harness.config.options import Refused, RunOptions, one_line, show
 from pqcache.harness.config.overrides import options_of, yaml_text
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.frame import budget_text, ignores_budget
-from pqcache.harness.report.rows import Row, decode_of, held, match_full, rows_or_refused, rows_under
+from pqcache.harness.report.frame import budget_text, held, ignores_budget
+from pqcache.harness.report.rows import Row, decode_of, match_full, rows_or_refused, rows_under
 from pqcache.harness.report.table import Table, number, signed, spread
 from pqcache.naming import closest
 

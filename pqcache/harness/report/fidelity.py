@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.frame import frame
-from pqcache.harness.report.rows import Row, content, rows_under
+from pqcache.harness.report.frame import content, frame
+from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.table import EMPTY, Table, number, spread
 
 Record = dict[str, Any]  # a line of the frame

@@ -35,18 +35,7 @@ import pandas as pd
 
 from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import (
-    Row,
-    changed_keys,
-    compared,
-    content,
-    find_full,
-    held,
-    match_full,
-    pair_with_full,
-    rows_under,
-    share_of_full,
-)
+from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, match_full, pair_with_full, rows_under
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
@@ -168,11 +157,6 @@ def _flat(row: Row) -> Iterator[tuple[str, float]]:
     yield from ((f"metric.{name}", fmean(values)) for name, values in metrics.items())
 
 
-def _bytes(row: Row, full: Row | None) -> dict[str, float]:
-    known = {"held_bytes": held(row), "of_full": share_of_full(row, full)}
-    return {f"{name}.{tier}": of.get(tier, 0.0) for name, of in known.items() if of for tier in ("device", "host")}
-
-
 def _match(row: Row, others: Sequence[Row], against: str) -> tuple[Row | None, str | None]:
     """(the row of Full, or of `against` at the same budget, to compare with, or why there is none)."""
     if against != "full":
@@ -244,6 +228,39 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
+# -- bytes -------------------------------------------------------------------------------------------------------------
+
+
+def content(row: Row) -> dict[str, float]:
+    """Tier -> bytes of the cache after the last step, without unused buffer capacity; empty if the row does not say them."""
+    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"]}
+    known = all(key in row["extra"] for key in keys.values())  # rows of older versions lack them
+    return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
+
+
+def held(row: Row) -> dict[str, float]:
+    """Tier -> bytes of the cache: its content, or of older rows with unused buffer capacity."""
+    return content(row) or row["resident_bytes"]
+
+
+def share_of_full(row: Row, full: Row | None) -> dict[str, float]:
+    """Tier -> content of the row's cache as a share of all that Full holds; empty where either is not known."""
+    whole = 0.0 if full is None else sum(content(full).values())
+    return {tier: known / whole for tier, known in content(row).items()} if whole else {}
+
+
+def _bytes(row: Row, full: Row | None) -> dict[str, float]:
+    known = {"held_bytes": held(row), "of_full": share_of_full(row, full)}
+    return {f"{name}.{tier}": of.get(tier, 0.0) for name, of in known.items() if of for tier in ("device", "host")}
+
+
+def said_of_bytes(rows: Iterable[Row]) -> str:
+    """What the bytes of `held` are, for captions."""
+    if all(content(row) for row in rows if row["resident_bytes"]):
+        return "MiB: cache after the last step, without unused buffer capacity"
+    return "MiB: cache after the last step, of rows of older versions with unused buffer capacity"
+
+
 # -- rows that attend clearly more or less than their budget -----------------------------------------------------------
 
 # A budget is what a user asks for: a share of the prompt, or a number of tokens. A method spends it by its own rule: sinks on
@@ -261,13 +278,6 @@ def said_of_load(rows: Iterable[Row]) -> str:
     if not busy:
         return ""
     return f"Times may not compare: other programs took up to {max(busy):.0%} of the CPUs ({len(busy)} of {len(timed)} rows)."
-
-
-def said_of_bytes(rows: Iterable[Row]) -> str:
-    """What the bytes of `held` are, for captions."""
-    if all(content(row) for row in rows if row["resident_bytes"]):
-        return "MiB: cache after the last step, without unused buffer capacity"
-    return "MiB: cache after the last step, of rows of older versions with unused buffer capacity"
 
 
 def budget_notes(rows: Iterable[tuple[str, Row]]) -> list[str]:

@@ -183,24 +183,6 @@ def batch_text(rows: Iterable[Row]) -> str:
     return f"batch {' / '.join(map(str, sizes or [1]))}"
 
 
-def content(row: Row) -> dict[str, float]:
-    """Tier -> bytes of the cache after the last step, without unused buffer capacity; empty if the row does not say them."""
-    keys = {tier: f"content_{tier}_bytes" for tier in row["resident_bytes"]}
-    known = all(key in row["extra"] for key in keys.values())  # rows of older versions lack them
-    return {tier: row["extra"][key] for tier, key in keys.items()} if known else {}
-
-
-def held(row: Row) -> dict[str, float]:
-    """Tier -> bytes of the cache: its content, or of older rows with unused buffer capacity."""
-    return content(row) or row["resident_bytes"]
-
-
-def share_of_full(row: Row, full: Row | None) -> dict[str, float]:
-    """Tier -> content of the row's cache as a share of all that Full holds; empty where either is not known."""
-    whole = 0.0 if full is None else sum(content(full).values())
-    return {tier: known / whole for tier, known in content(row).items()} if whole else {}
-
-
 def decode_of(row: Row) -> dict[str, Any]:
     """How a row's tokens were chosen. Rows that do not say it are greedy."""
     return {**asdict(DecodeOptions()), **row["decode"]}

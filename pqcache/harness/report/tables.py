@@ -9,17 +9,7 @@ from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import masked
 from pqcache.harness.report import frame
 from pqcache.harness.report.any_table import MEASURES, Record
-from pqcache.harness.report.rows import (
-    NO_FULL,
-    Row,
-    batch_text,
-    content,
-    cut_text,
-    decode_of,
-    find_full,
-    share_of_full,
-    skipped_text,
-)
+from pqcache.harness.report.rows import NO_FULL, Row, batch_text, cut_text, decode_of, find_full, skipped_text
 from pqcache.harness.report.table import MISSING, Table, number, several, signed, spread
 from pqcache.harness.tasks import task_class
 from pqcache.naming import size
@@ -317,9 +307,9 @@ def _tokens(row: Row, mark: str) -> str:
 
 def _resident(row: Row) -> str:
     """Bytes by tier: the content, and what was allocated for it."""
-    known, allocated = _tiers(content(row)), _tiers(row["resident_bytes"])
+    known, allocated = _tiers(frame.content(row)), _tiers(row["resident_bytes"])
     rest = f"peak {_tiers(row['peak_bytes'])}, {row['kv_dtype']} KV"
-    if not content(row) or known == allocated:
+    if not frame.content(row) or known == allocated:
         return f"{allocated}   ({rest})"
     return f"{known}   (with unused buffer capacity {allocated}; {rest})"
 
@@ -363,7 +353,7 @@ def summary(rows: Iterable[Row], method: str) -> list[str]:
         parts = []
         if row["tpot_p50_ms"] and full["tpot_p50_ms"]:
             parts.append(f"{row['tpot_p50_ms'] / full['tpot_p50_ms']:.2f} of Full's time per token")
-        shares = share_of_full(row, full)
+        shares = frame.share_of_full(row, full)
         if (device := shares.get("device")) is not None:
             host = shares.get("host")
             of = "its" if parts else "Full's"

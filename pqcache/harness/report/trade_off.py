@@ -18,9 +18,9 @@ from typing import Any
 import pandas as pd
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.frame import frame, group_rows
+from pqcache.harness.report.frame import frame, group_rows, held
 from pqcache.harness.report.plots import Panel
-from pqcache.harness.report.rows import Row, held, rows_under
+from pqcache.harness.report.rows import Row, rows_under
 from pqcache.harness.report.table import Table, number, printable, several, signed, spread
 
 MIB = 2**20
