@@ -80,6 +80,9 @@ def test_differences_to_another_method_are_at_its_budget(folder: Path, capsys: C
     shown = [["".join(part).split(" ")[0] for part in line] for line in table.body]
     # PQCache has 90, 80, 90, 90, StreamingLLM 10, 10 and 10, 20 twice; Full has one row for both budgets
     assert shown == [["full", "-", "-"], ["pqcache", "+77.5", "+72.5"], ["streaming", "", ""]]
+    for method in ("pqcache", "streaming"):
+        make_row(folder / "alone", method, {"t": [0, 1]}, paired_reason="no Full cell")
+    assert lay_out(rows_under(folder / "alone"), *columns, against="streaming").notes == []  # Full is not asked for
     for seed in (0, 1):
         make_row(folder, "streaming", {"t": [0, 0]}, budget=0.1, seed=seed, m=2)
     layout = lay_out(rows_under(folder), *columns, against="streaming")

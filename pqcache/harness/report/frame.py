@@ -180,7 +180,7 @@ def _quality(group: Sequence[Row], others: Sequence[Row], task: str | None, agai
         if row["method"] != against:
             alone = cast(Row, {**row, "paired_with": None})
             row = compared(row, others) if against == "full" else pair_with_full(alone, *_match(row, others, against))
-        made |= {"paired_reason": row["paired_reason"]}
+        made |= {"paired_reason": None if row["method"] == against else row["paired_reason"]}
         part: Mapping[str, Any] = row if task is None else row["tasks"].get(task, {})
         numbers = part.get("score"), part.get("score_interval")
         only = next(iter(row["tasks"].values())) if task is None and len(row["tasks"]) == 1 else part
