@@ -113,7 +113,7 @@ class TwoStageIndex(Index):
     def local(self, plan: Plan, past: int) -> int:
         assert isinstance(plan, TwoStagePlan)
         own = self.second.local(plan, past)
-        # with too few keys for an index the first one's window is the budget; clusters that lag are always built
+        # Before a first stage has keys enough for its index, its window is the whole budget. ClusterKV always has its clusters.
         return own if all(first for first, _ in self.built) else max(own, self.first.local(plan.first, past))
 
     def max_local(self, plan: Plan) -> int:

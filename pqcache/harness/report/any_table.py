@@ -251,7 +251,7 @@ def _table(title: str, records: Sequence[Record], layout: Layout) -> table.Table
 
 
 def _samples(record: Record) -> frozenset:
-    """What it is about: two configurations compare on the same samples alone."""
+    """Seed, sub-task and keys of its samples. Only configurations with the same ones are ranked."""
     return frozenset(
         (row["seed"], task, *row["sample_scores"][task]) for row in record["rows"] for task in row["sample_scores"]
     )

@@ -8,7 +8,7 @@ SHORTEST = 0.2  # CPU seconds of the machine; the system counts in hundredths
 
 
 def _seconds() -> tuple[float, float, int]:
-    """(The clock, CPU seconds that other processes have used of the CPUs that this one may use, how many these are)."""
+    """(Seconds on the clock; CPU seconds of all other processes, on the CPUs that this one may use; number of these CPUs)."""
     own = psutil.Process()
     allowed = set(own.cpu_affinity()) if hasattr(own, "cpu_affinity") else None  # macOS has none
     used = [t for at, t in enumerate(psutil.cpu_times(percpu=True)) if allowed is None or at in allowed]
