@@ -241,8 +241,9 @@ def text(plan: Plan) -> str:
 
 
 def _name(cell: Cell) -> str:
-    """Model, the experiment's name of the cell or the method, and the budget."""
-    return f"{cell.identity['model']['name']} {cell.line} {identity.budget_name(cell.identity)}"
+    """Model, the experiment's name of the cell, the method, and the budget."""
+    model, method = (cell.identity[part]["name"] for part in ("model", "method"))
+    return " ".join(dict.fromkeys([model, cell.line, method, identity.budget_name(cell.identity)]))
 
 
 def _memory(need: Memory | None, device: str) -> str:
