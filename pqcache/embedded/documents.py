@@ -90,6 +90,22 @@ def fill(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int, documents: 
     return pieces
 
 
+def mixed(rng: Random, pieces: list[str], filler: list[str]) -> str:
+    """The filler in its order, with every piece in a random gap."""
+    gaps: list[list[str]] = [[] for _ in range(len(filler) + 1)]
+    for piece in pieces:
+        gap = gaps[rng.randrange(len(gaps))]
+        gap.insert(rng.randrange(len(gap) + 1), piece)
+    return "".join("".join(gap) + sentence for gap, sentence in zip(gaps, [*filler, ""], strict=True))
+
+
+def chat_length(tokenizer: PreTrainedTokenizerBase, prompt: str) -> int:
+    """Tokens of the prompt after chat wrapping, BOS and answer marker included."""
+    messages = [{"role": "user", "content": prompt}]
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    return len(tokenizer.encode(text, add_special_tokens=False))
+
+
 @dataclass(frozen=True)
 class Fact:
     """`The <attribute> of <name> is <values>.`"""
@@ -119,17 +135,15 @@ def near_duplicate_key(rng: Random, key: tuple[str, str], names: tuple[str, ...]
     return (attribute if kind == 2 else rng.choice(ATTRIBUTES)), rng.choice(alike)
 
 
-def make_facts(
-    rng: Random, n_facts: int, n_near: int, n_values: int, names: tuple[str, ...], values: tuple[str, ...]
-) -> list[Fact]:
-    """`n_facts` facts with unrelated keys, then `n_near` near-duplicates of them; all keys differ."""
+def make_facts(rng: Random, n: int, n_values: int, names: tuple[str, ...], values: tuple[str, ...]) -> list[Fact]:
+    """`n` facts with unrelated keys, then as many near-duplicates of them; all keys differ."""
     keys: list[tuple[str, str]] = []
     used: set[tuple[str, str]] = set()
-    while len(keys) < n_facts + n_near:
-        if len(keys) < n_facts:
+    while len(keys) < 2 * n:
+        if len(keys) < n:
             key = (rng.choice(ATTRIBUTES), rng.choice(names))
         else:
-            key = near_duplicate_key(rng, keys[rng.randrange(n_facts)], names)
+            key = near_duplicate_key(rng, keys[rng.randrange(n)], names)
         if key not in used:
             used.add(key)
             keys.append(key)

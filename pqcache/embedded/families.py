@@ -7,7 +7,6 @@ A family's text begins with its `intro` and has `units_per_1k` units per 1000 to
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import permutations
 from random import Random
 
@@ -46,15 +45,6 @@ class Scene:
     classes: tuple[str, ...] = ()
 
 
-@cache
-def _by_beginning(names: tuple[str, ...]) -> dict[str, tuple[str, ...]]:
-    """Names by their first three letters."""
-    by_beginning: dict[str, list[str]] = {}
-    for name in names:
-        by_beginning.setdefault(name[:3], []).append(name)
-    return {beginning: tuple(alike) for beginning, alike in by_beginning.items()}
-
-
 class Lexicon:
     """Draws names and value words; no name is drawn twice."""
 
@@ -64,16 +54,14 @@ class Lexicon:
 
     def name(self, like: str | None = None) -> str:
         """A fresh name; one that begins with the letters of `like` if there is one left."""
-        if like is not None:
-            alike = [n for n in _by_beginning(self._names)[like[:3]] if n not in self._used]
-            if alike:
-                fresh = self._rng.choice(alike)
-                self._used.add(fresh)
-                return fresh
-        if len(self._used) > len(self._names) // 2:
+        begin = None if like is None else like[:3]
+        if alike := [n for n in self._names if n[:3] == begin and n not in self._used]:
+            fresh = self._rng.choice(alike)
+        elif len(self._used) > len(self._names) // 2:
             raise ValueError(f"too few names: {len(self._names)}")
-        while (fresh := self._rng.choice(self._names)) in self._used:
-            pass
+        else:
+            while (fresh := self._rng.choice(self._names)) in self._used:
+                pass
         self._used.add(fresh)
         return fresh
 

@@ -18,13 +18,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.documents import size
-from pqcache.embedded.prompts import chat_length
+from pqcache.embedded.documents import chat_length, size
 from pqcache.embedded.words import pseudo_words
 
 if TYPE_CHECKING:
@@ -100,26 +99,6 @@ def make(rng: Random, names: Sequence[str], values: Sequence[str], steps: int, p
     return Chain(tuple(roads), tuple(marks), tuple(rng.sample(marks, steps)), start)
 
 
-def _sample(
-    index: int, steps: int, seed: int, words: PreTrainedTokenizerBase, count: Callable[[str], int]
-) -> dict[str, Any]:
-    rng, lists = Random(f"long_chain/{seed}/{index}/{steps}"), pseudo_words(words)
-    places = 1 + int(steps * PLACES_PER_STEP)
-    # no mark begins like a word that ends a half
-    values = [word for word in lists.values_eval if not word.startswith(("back", "end"))]
-    names, marks = unlike(rng, lists.names_eval, places, words), unlike(rng, values, steps, words)
-    chain = make(rng, names, marks, steps, places)
-    return {
-        "prompt": chain.prompt,
-        "answer": chain.answer,
-        "roads": [list(road) for road in chain.roads],
-        "marks": list(chain.marks),
-        "calls": list(chain.calls),
-        "start": chain.start,
-        "meta": {"index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt)},
-    }
-
-
 def make_samples(
     n: int,
     answer: int,
@@ -143,7 +122,17 @@ def make_samples(
     trial = make(Random(seed), lists.names_eval, lists.values_eval, steps, steps + 1)
     steps = max(2, min(steps, int(steps * answer / (size(tokenizer, " " + trial.answer) + 1))))
     count = count_tokens or partial(chat_length, tokenizer)
-    return [_sample(i, steps, seed, words, count) for i in range(n)]
+    places = 1 + int(steps * PLACES_PER_STEP)
+    # no mark begins like a word that ends a half
+    values = [word for word in lists.values_eval if not word.startswith(("back", "end"))]
+    samples = []
+    for index in range(n):
+        rng = Random(f"long_chain/{seed}/{index}/{steps}")
+        names, marks = unlike(rng, lists.names_eval, places, words), unlike(rng, values, steps, words)
+        chain = make(rng, names, marks, steps, places)
+        meta = {"index": index, "seed": seed, "steps": 2 * steps, "tokens": count(chain.prompt)}
+        samples.append({"prompt": chain.prompt, "answer": chain.answer, **asdict(chain), "meta": meta})
+    return samples
 
 
 def judged(chain: Chain, response: str) -> dict[tuple[str, str], bool]:

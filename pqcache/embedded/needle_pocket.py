@@ -13,15 +13,14 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.documents import Fact, fill, make_facts, size
-from pqcache.embedded.prompts import chat_length, mixed
+from pqcache.embedded.documents import Fact, chat_length, fill, make_facts, mixed, size
 from pqcache.embedded.words import Words, pseudo_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Count = Callable[[str], int]
-FACTS_PER_1K, NEAR_DUPLICATES_PER_1K = 6, 6
+FACTS_PER_1K = 6  # with a near-duplicate each
 N_VALUES = 5
 _INTRO = "Here are some notes and stories."
 # Tokens; a shorter prompt has no room for a fact, a duplicate and the question.
@@ -59,36 +58,14 @@ def make_chat(
     rng = Random(f"needle_pocket/turns/{seed}/{index}/{length}/{turns}")
     n = max(turns, round(FACTS_PER_1K * length / 1000))
     values = tuple(str(rng.randrange(10**6, 10**7)) for _ in range(4 * n)) if numbers else words.values_eval
-    facts = make_facts(rng, n, n, 1 if numbers else N_VALUES, words.names_eval, values)
+    facts = make_facts(rng, n, 1 if numbers else N_VALUES, words.names_eval, values)
     asked = rng.sample(facts[:n], turns)
     prompt = _document(rng, length, facts, _question(asked[0]), tokenizer, count_tokens)
     return [prompt, *map(_question, asked[1:])], [" ".join(fact.values) for fact in asked]
 
 
-def _sample(
-    index: int, length: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Callable[[str], int]
-) -> dict[str, Any]:
-    rng = Random(f"needle_pocket/{seed}/{index}/{length}")
-    words = pseudo_words(tokenizer)
-    n_facts = max(1, round(FACTS_PER_1K * length / 1000))
-    n_near = max(1, round(NEAR_DUPLICATES_PER_1K * length / 1000))
-    facts = make_facts(rng, n_facts, n_near, N_VALUES, words.names_eval, words.values_eval)
-    target: Fact = facts[rng.randrange(n_facts)]
-    prompt = _document(rng, length, facts, _question(target), tokenizer, count_tokens)
-    depth = prompt.index(target.sentence) / len(prompt)
-    return {
-        "prompt": prompt,
-        "answer": target.sentence,
-        "values": list(target.values),
-        "meta": {
-            "index": index, "seed": seed, "length": length, "depth": round(depth, 4), "key": target.key,
-            "facts": n_facts, "near_duplicates": n_near, "tokens": count_tokens(prompt),
-        },
-    }  # fmt: skip
-
-
 def make_samples(
-    n: int, length: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Callable[[str], int] | None = None
+    n: int, length: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Count | None = None
 ) -> list[dict[str, Any]]:
     """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
 
@@ -97,7 +74,21 @@ def make_samples(
     if length < _SHORTEST:
         raise ValueError(f"needle_pocket needs prompts of at least {_SHORTEST} tokens, not {length}")
     count = count_tokens or partial(chat_length, tokenizer)
-    return [_sample(i, length, seed, tokenizer, count) for i in range(n)]
+    words, n_facts = pseudo_words(tokenizer), max(1, round(FACTS_PER_1K * length / 1000))
+    samples = []
+    for index in range(n):
+        rng = Random(f"needle_pocket/{seed}/{index}/{length}")
+        facts = make_facts(rng, n_facts, N_VALUES, words.names_eval, words.values_eval)
+        target = facts[rng.randrange(n_facts)]
+        prompt = _document(rng, length, facts, _question(target), tokenizer, count)
+        depth = round(prompt.index(target.sentence) / len(prompt), 4)
+        meta = {
+            "index": index, "seed": seed, "length": length, "depth": depth, "key": target.key,
+            "facts": n_facts, "near_duplicates": n_facts, "tokens": count(prompt),
+        }  # fmt: skip
+        answer = {"answer": target.sentence, "values": list(target.values)}
+        samples.append({"prompt": prompt, **answer, "meta": meta})
+    return samples
 
 
 def score(response: str, values: list[str]) -> float:

@@ -13,10 +13,9 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
-from pqcache.embedded.documents import fill, size
+from pqcache.embedded.documents import chat_length, fill, mixed, size
 from pqcache.embedded.families import FAMILIES, Lexicon, code_line
-from pqcache.embedded.prompts import chat_length, mixed
-from pqcache.embedded.words import Words, pseudo_words
+from pqcache.embedded.words import pseudo_words
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,38 +36,6 @@ def _code_filler(rng: Random, tokenizer: PreTrainedTokenizerBase, room: int) -> 
     return lines
 
 
-def _sample(
-    family: str,
-    index: int,
-    length: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    count_tokens: Callable[[str], int],
-    words: Words,
-) -> dict[str, Any]:
-    made = FAMILIES[family]
-    rng = Random(f"pocket_{family}/{seed}/{index}/{length}")
-    lexicon = Lexicon(rng, words.names_eval, words.values_eval)
-    scene = made.make(rng, lexicon, max(1, round(made.units_per_1k * length / 1000)))
-    ask = rng.choice(scene.asks)
-    question = "\n" + ask.question
-    lines = family == "code"
-    pieces = [("\n" if lines or rng.random() < 0.3 else " ") + piece for piece in scene.pieces]
-    room = length - count_tokens(made.intro + question) - sum(size(tokenizer, p) for p in pieces)
-    filler = _code_filler(rng, tokenizer, room) if lines else fill(rng, tokenizer, room, documents=family == "hop")
-    prompt = made.intro + mixed(rng, pieces, filler) + question
-    return {
-        "prompt": prompt,
-        "answer": ask.answer,
-        "gold": ask.gold,
-        "classes": list(scene.classes),
-        "meta": {
-            "index": index, "seed": seed, "length": length, "depth": round(prompt.index(ask.source) / len(prompt), 4),
-            "question": ask.question, "tokens": count_tokens(prompt),
-        },
-    }  # fmt: skip
-
-
 def make_samples(
     family: str,
     n: int,
@@ -87,4 +54,23 @@ def make_samples(
         raise ValueError(f"pocket needs prompts of at least {SHORTEST} tokens, not {length}")
     count = count_tokens or partial(chat_length, tokenizer)
     lists = pseudo_words(words or tokenizer)
-    return [_sample(family, i, length, seed, tokenizer, count, lists) for i in range(n)]
+    made, lines = FAMILIES[family], family == "code"
+    samples = []
+    for index in range(n):
+        rng = Random(f"pocket_{family}/{seed}/{index}/{length}")
+        lexicon = Lexicon(rng, lists.names_eval, lists.values_eval)
+        scene = made.make(rng, lexicon, max(1, round(made.units_per_1k * length / 1000)))
+        ask = rng.choice(scene.asks)
+        question = "\n" + ask.question
+        pieces = [("\n" if lines or rng.random() < 0.3 else " ") + piece for piece in scene.pieces]
+        room = length - count(made.intro + question) - sum(size(tokenizer, p) for p in pieces)
+        filler = _code_filler(rng, tokenizer, room) if lines else fill(rng, tokenizer, room, documents=family == "hop")
+        prompt = made.intro + mixed(rng, pieces, filler) + question
+        depth = round(prompt.index(ask.source) / len(prompt), 4)
+        meta = {
+            "index": index, "seed": seed, "length": length, "depth": depth, "question": ask.question,
+            "tokens": count(prompt),
+        }  # fmt: skip
+        answer = {"answer": ask.answer, "gold": ask.gold, "classes": list(scene.classes)}
+        samples.append({"prompt": prompt, **answer, "meta": meta})
+    return samples

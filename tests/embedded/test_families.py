@@ -6,10 +6,9 @@ from random import Random
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pqcache.embedded.documents import ATTRIBUTES
+from pqcache.embedded.documents import ATTRIBUTES, chat_length
 from pqcache.embedded.families import FAMILIES, RELATIONS, Lexicon, Scene
 from pqcache.embedded.pocket import make_samples
-from pqcache.embedded.prompts import chat_length
 from pqcache.embedded.words import pseudo_words
 from tests.embedded.conftest import held_out
 from tests.thin import thin

@@ -3,7 +3,8 @@
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from pqcache.embedded.needle_pocket import chat_length, make_samples, score
+from pqcache.embedded.documents import chat_length
+from pqcache.embedded.needle_pocket import make_samples, score
 from tests.embedded.conftest import held_out
 
 
