@@ -255,14 +255,11 @@ def construct(dataset: str, n: int, tokens: int, seed: int, count: Count, *, e: 
         room = tokens
         for _ in range(TRIES):
             row = _LAYOUTS[dataset](_Writer(Random(f"longbench/{dataset}/{seed}/{tokens}/{i}"), room, counted))
-            row_tokens = count(row["context"]) + count(row["input"])
-            if row_tokens <= tokens:
+            over = count(row["context"]) + count(row["input"]) - tokens
+            if over <= 0:
                 break
-            # joined pieces may have more tokens than separate ones
-            room -= max(row_tokens - tokens, 4)
-            if room < 0:
-                break
-        if row_tokens > tokens:
+            room -= max(over, 4)  # joined pieces may have more tokens than separate ones
+        else:
             small = f"too small for a row of {dataset} with this tokenizer"
             raise ValueError(f"task.constructed_tokens={tokens}: {small}")
         words = len(f"{row['context']} {row['input']}".split())

@@ -39,6 +39,7 @@ NIAH = {
 # family -> tokens of an answer
 NEW_TOKENS = {**dict.fromkeys(NIAH, 128), "vt": 30, "cwe": 120, "fwe": 50, "qa_1": 32, "qa_2": 32}
 FAMILIES = tuple(NEW_TOKENS)
+Parts = tuple[str, str, str, list[str]]  # context, question, beginning of the answer, right answers
 HOPS = 4  # assignments in a chain of variables
 
 
@@ -85,7 +86,7 @@ def _spread(rng: Random, sentences: list[str], inserted: Sequence[str], ordered:
     return sentences
 
 
-def niah(rng: Random, family: str, units: int, prose: str | None) -> dict[str, Any]:
+def niah(rng: Random, family: str, units: int, prose: str | None) -> Parts:
     """Needles in a haystack of `units` sentences."""
     haystack, key_kind, kind, n_keys, n_values, n_queried = NIAH[family]
     texts = published_texts("ruler")
@@ -111,12 +112,7 @@ def niah(rng: Random, family: str, units: int, prose: str | None) -> dict[str, A
             parts = [part.replace(plural, single) for part in parts]
         kind = kind[:-1]
     head, question, prefix = (part.replace("{kind}", kind).replace("{query}", query) for part in parts)
-    return {
-        "context": head.replace("{context}", context),
-        "question": question,
-        "answer_prefix": prefix,
-        "answer": [value for key in queried for value in values[key]],
-    }
+    return head.replace("{context}", context), question, prefix, [value for key in queried for value in values[key]]
 
 
 def _chain(rng: Random, units: int, letters: int) -> tuple[str, str, list[str]]:
@@ -130,7 +126,7 @@ def _chain(rng: Random, units: int, letters: int) -> tuple[str, str, list[str]]:
     return "\n".join(_spread(rng, [published_texts("ruler")["noise"]] * units, lines, ordered=True)), value, variables
 
 
-def vt(rng: Random, units: int) -> dict[str, Any]:
+def vt(rng: Random, units: int) -> Parts:
     """Variable tracking, after one short worked example."""
     texts = published_texts("ruler")
     parts = []
@@ -140,8 +136,7 @@ def vt(rng: Random, units: int) -> dict[str, Any]:
         parts.append((texts["vt"].format(context=text), texts["vt_question"].format(query=value), prefix, variables))
     (*example_parts, example_variables), (context, question, prefix, variables) = parts
     example = f"{''.join(example_parts)} {' '.join(example_variables)}\n\n"
-    around = {"question": question, "answer_prefix": " " + prefix.strip()}
-    return {"context": example + context, **around, "answer": variables}
+    return example + context, question, " " + prefix.strip(), variables
 
 
 def _words(rng: Random, count: int, haystack: str | None) -> list[str]:
@@ -155,7 +150,7 @@ def _words(rng: Random, count: int, haystack: str | None) -> list[str]:
     return rng.sample(plain, count)
 
 
-def cwe(rng: Random, units: int, length: int, haystack: str | None) -> dict[str, Any]:
+def cwe(rng: Random, units: int, length: int, haystack: str | None) -> Parts:
     """Common words: ten appear often, the others seldom. One worked example comes first."""
     texts = published_texts("ruler")
     example, often = ((20, 3, 1), (6, 1)) if length < 4096 else ((40, 10, 3), (30, 3))
@@ -169,11 +164,10 @@ def cwe(rng: Random, units: int, length: int, haystack: str | None) -> dict[str,
     solution = " ".join(f"{i + 1}. {word}" for i, word in enumerate(common))
     # no space before the solution: RULER as first published; its versions since May 2025 have one
     shown = f"{example_context}{texts['cwe_question']}{texts['cwe_prefix']}{solution}\n"
-    around = {"question": texts["cwe_question"], "answer_prefix": texts["cwe_prefix"]}
-    return {"context": shown + context, **around, "answer": answer}
+    return shown + context, texts["cwe_question"], texts["cwe_prefix"], answer
 
 
-def fwe(rng: Random, units: int, length: int) -> dict[str, Any]:
+def fwe(rng: Random, units: int, length: int) -> Parts:
     """Frequent coded words. Ranks follow a zeta distribution with exponent 2; the first rank is dots."""
     texts = published_texts("ruler")
     words: dict[str, None] = {}
@@ -183,15 +177,10 @@ def fwe(rng: Random, units: int, length: int) -> dict[str, Any]:
     total = 8 * units
     listed = [word for k, word in enumerate(ranked, 1) for _ in range(int(total / k**2 / 1.6449340668482264))]
     rng.shuffle(listed)
-    return {
-        "context": texts["fwe"].format(context=" ".join(listed)),
-        "question": texts["fwe_question"],
-        "answer_prefix": texts["fwe_prefix"],
-        "answer": ranked[1:4],
-    }
+    return texts["fwe"].format(context=" ".join(listed)), texts["fwe_question"], texts["fwe_prefix"], ranked[1:4]
 
 
-def qa(rng: Random, units: int, hops: int, haystack: str | None) -> dict[str, Any]:
+def qa(rng: Random, units: int, hops: int, haystack: str | None) -> Parts:
     """A question over documents. With two hops, one document names the one that answers."""
     texts = published_texts("ruler")
     keys = _distinct(rng, "words", units + 2)
@@ -208,26 +197,23 @@ def qa(rng: Random, units: int, hops: int, haystack: str | None) -> dict[str, An
     prose = _prose(rng, 2 * len(sentences), haystack)
     pages = [f"{before} {fact} {after}" for before, fact, after in zip(prose[::2], sentences, prose[1::2], strict=True)]
     context = "\n\n".join(f"Document {i + 1}:\n{page}" for i, page in enumerate(pages))
-    return {
-        "context": texts["qa"].format(context=context),
-        "question": texts["qa_question"].format(query=question),
-        "answer_prefix": texts["qa_prefix"],
-        "answer": [answer, f"the {answer}", answer.replace(" ", "-")],
-    }
+    answers = [answer, f"the {answer}", answer.replace(" ", "-")]
+    return texts["qa"].format(context=context), texts["qa_question"].format(query=question), texts["qa_prefix"], answers
 
 
 def constructed_row(family: str, rng: Random, units: int, length: int, haystack: str | None = None) -> dict[str, Any]:
     """One row with the fields of simonjegou/ruler. units: size of its haystack; haystack: None or book."""
     if family in NIAH:
-        row = niah(rng, family, units, haystack)
+        parts = niah(rng, family, units, haystack)
     elif family == "vt":
-        row = vt(rng, units)
+        parts = vt(rng, units)
     elif family == "cwe":
-        row = cwe(rng, units, length, haystack)
+        parts = cwe(rng, units, length, haystack)
     elif family == "fwe":
-        row = fwe(rng, units, length)
+        parts = fwe(rng, units, length)
     else:
-        row = qa(rng, units, 1 if family == "qa_1" else 2, haystack)
+        parts = qa(rng, units, 1 if family == "qa_1" else 2, haystack)
+    row = dict(zip(("context", "question", "answer_prefix", "answer"), parts, strict=True))
     return {**row, "task": family, "max_new_tokens": NEW_TOKENS[family]}
 
 
