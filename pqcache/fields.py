@@ -27,10 +27,7 @@ def added(default: Any, *, absent: Any) -> Any:
     The option enters the hash of a cell's folder only where its value is not `absent`. Pass the old behaviour; it stays what it
     is when the default changes later.
     """
-    metadata = {"absent": absent}
-    if isinstance(default, list | dict | set):
-        return field(default_factory=lambda: type(default)(default), metadata=metadata)
-    return field(default=default, metadata=metadata)
+    return field(default=default, metadata={"absent": absent})
 
 
 def added_options(cls: type) -> dict[str, Any]:

@@ -123,9 +123,8 @@ def _imported(name: str) -> ModuleType:
     finally:
         sys.path.remove(here)
         if here not in sys.path:
-            sys.path.append(
-                here
-            )  # what the module imports later; a file here must not hide an installed one from others
+            # for what the module imports later; at the end, a file here hides no installed one from others
+            sys.path.append(here)
 
 
 def _why(module: str, error: BaseException) -> str:

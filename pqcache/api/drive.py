@@ -1,6 +1,7 @@
 """Feed given tokens through a model and collect the logits of every decode step: no sampling, so paths can be compared."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -104,9 +105,8 @@ def logits(
     cache: Cache | None = None,
 ) -> torch.Tensor:
     """Logits after the prompt and after each step (tokens of all rows): (n, 1 + steps, vocabulary). No method: stock cache."""
-    if method is None:
-        session = Session(model, DynamicCache(config=model.config), rows, chunk)
-        return torch.stack([session.last, *(session.step(column) for column in steps)], 1)
-    with attach(model):
-        session = Session(model, cache or SelectiveCache(model, method), rows, chunk)
+    if cache is None:
+        cache = DynamicCache(config=model.config) if method is None else SelectiveCache(model, method)
+    with nullcontext() if method is None else attach(model):
+        session = Session(model, cache, rows, chunk)
         return torch.stack([session.last, *(session.step(column) for column in steps)], 1)

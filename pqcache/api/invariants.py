@@ -126,9 +126,8 @@ def bytes_counted(model: PreTrainedModel, subject: Subject) -> None:
 def walk(thing: object, seen: set[int] | None = None) -> Iterator[object]:
     """All objects that the attributes of `thing` reach, but for caches, models and methods."""
     seen = set() if seen is None else seen
-    if id(thing) in seen or isinstance(
-        thing, SelectiveCache | torch.nn.Module | Method | float
-    ):  # a Scaling has the model's sinks
+    # a Scaling, which is a float, has the model's sinks
+    if id(thing) in seen or isinstance(thing, SelectiveCache | torch.nn.Module | Method | float):
         return
     seen.add(id(thing))
     yield thing

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pqcache.fields import Positive, Whole, added
-from pqcache.harness.tasks import definitions, math_process
+from pqcache.harness.tasks import PREFIX, definitions, math_process
 from pqcache.harness.tasks.base import Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.hub import NotAtHand
 from pqcache.harness.tasks.sources import HUB, LocalSplits, blank, check_source
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
     from lm_eval.tasks.manager import TaskDict
 
-PREFIX = "lm_eval:"  # of these tasks' names, as in the table of tasks
 SHUFFLE = 0  # seeds what a definition shuffles
 
 
@@ -135,9 +134,8 @@ class AnyLmEval(Task[AnyLmEvalOptions]):
         """Refuse a name that lm-eval does not know. It has thousands, too many to list."""
         known = self._manager().task_index
         if self.target not in known:
-            hint = (
-                near(self.target, sorted({*known, *mentions(self.target)[1]})) or "; `lm-eval ls tasks` lists all names"
-            )
+            close = near(self.target, sorted({*known, *mentions(self.target)[1]}))
+            hint = close or "; `lm-eval ls tasks` lists all names"
             raise ValueError(f"task.name={self.target}: lm-eval has no such task{hint}")
 
     def longest(self, *, limit: int | None, model_name: str) -> Longest:

@@ -71,6 +71,9 @@ def _runs_code(node: yaml.Node) -> str | None:
     """What in a node makes lm-eval run code."""
     if node.tag not in [PLAIN + kind for kind in KINDS]:
         return node.tag.removeprefix(PLAIN)[:40]
+    import lm_eval.api.metrics  # noqa: F401 - fills the registry
+    from lm_eval.api.registry import metric_registry
+
     values = _values(node)
     for name in ("hf_evaluate", "trust_remote_code"):
         if name in values and values[name].value not in ("false", "False", "null", "no"):
@@ -79,16 +82,9 @@ def _runs_code(node: yaml.Node) -> str | None:
     for entry in metrics.value if isinstance(metrics, yaml.SequenceNode) else []:
         pairs = entry.value if isinstance(entry, yaml.MappingNode) else []
         for metric in [str(value.value) for key, value in pairs if key.value == "metric"]:
-            if not _known(metric):
+            if metric not in metric_registry:
                 return f"metric {metric[:40]!r} is not one of lm-eval's, and would be downloaded: that"
     return None
-
-
-def _known(name: str) -> bool:
-    import lm_eval.api.metrics  # noqa: F401 - fills the registry
-    from lm_eval.api.registry import metric_registry
-
-    return name in metric_registry
 
 
 def sandbox_templates() -> None:

@@ -11,6 +11,7 @@ import atexit
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterable
 from functools import cache
 from pathlib import Path
@@ -89,12 +90,10 @@ def failing_file(error: BaseException) -> Path | None:
     import lm_eval.tasks
 
     root = Path(lm_eval.tasks.__file__).resolve().parent
-    trace = error.__traceback__
-    while trace is not None:
-        file = Path(trace.tb_frame.f_code.co_filename)
-        if trace.tb_frame.f_code.co_name == "<module>" and file.is_relative_to(root) and file.parent != root:
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        file = Path(frame.f_code.co_filename)
+        if frame.f_code.co_name == "<module>" and file.is_relative_to(root) and file.parent != root:
             return file
-        trace = trace.tb_next
     return None
 
 
