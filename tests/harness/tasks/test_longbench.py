@@ -1,6 +1,5 @@
 """LongBench as the official code runs it: prompts byte by byte, truncation, stopping, scores, buckets."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from pqcache.harness.tasks.longbench import data_sets
 from pqcache.harness.tasks.longbench.constructed import SHORTEST, construct
 from pqcache.harness.tasks.longbench.data_sets import CHINESE, DATASETS, OFFICIAL, fill, score
 from tests.harness.cells import Patch
-from tests.harness.tasks.building import build, write_rows
+from tests.harness.tasks.building import build
 from tests.thin import thin
 
 ROW = {
@@ -28,13 +27,6 @@ ROW = {
 
 def make_row(**fields: Any) -> dict[str, Any]:
     return {**ROW, "context": "The cat sat.", "input": "Who?", **fields}
-
-
-def write_files(folder: Path, **files: list[dict]) -> Path:
-    """<data set>.jsonl of each; an underscore before p stands for repobench-p's hyphen."""
-    for name, rows in files.items():
-        write_rows(folder / f"{name.replace('repobench_p', 'repobench-p')}.jsonl", rows)
-    return folder
 
 
 @pytest.mark.parametrize("dataset", OFFICIAL)

@@ -16,7 +16,7 @@ from pqcache.harness.tasks.longbench.constructed import construct
 from pqcache.harness.tasks.longbench.data_sets import DATASETS
 from tests.harness.cells import Capture, Command, Patch, error_of, one_row
 from tests.harness.tasks.building import write_rows
-from tests.harness.tasks.test_longbench import make_row, write_files
+from tests.harness.tasks.test_longbench import make_row
 
 
 @pytest.fixture
@@ -54,8 +54,9 @@ def test_every_data_set_on_the_embedded_model(start: Command, tmp_path: Path, ca
 
 def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -> None:
     rows = [make_row(input=f"Who{n}?", length=n) for n in (9000, 3999, 4000, 100, 8000, 200)]
-    folder = write_files(tmp_path / "data", hotpotqa_e=rows, lcc_e=rows[1:2])
-    arguments = ["task=longbench_e", "task.datasets=[hotpotqa,lcc]", f"task.source={folder}", "limit=2"]
+    write_rows(tmp_path / "data" / "hotpotqa_e.jsonl", rows)
+    write_rows(tmp_path / "data" / "lcc_e.jsonl", rows[1:2])
+    arguments = ["task=longbench_e", "task.datasets=[hotpotqa,lcc]", f"task.source={tmp_path / 'data'}", "limit=2"]
     assert start(*arguments) == 0
     assert {name: t["n_samples"] for name, t in one_row(tmp_path)[1]["tasks"].items()} == {
         "longbench_e_hotpotqa_0-4k": 2,
@@ -70,7 +71,9 @@ def test_longbench_e_has_a_sub_task_per_bucket(start: Command, tmp_path: Path) -
 def test_wrong_folders_and_files_end_in_one_line(
     start: Command, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
-    folder = write_files(tmp_path / "data", qasper=[make_row()], trec=[make_row()])
+    folder = tmp_path / "data"
+    for name in ("qasper", "trec"):
+        write_rows(folder / f"{name}.jsonl", [make_row()])
     (folder / "hotpotqa.jsonl").write_text('{"input": "", \n')
     (folder / "lcc.jsonl").write_text('{"input": "", "context": ""}\n')
     (folder / "musique.jsonl").write_text("\n")
