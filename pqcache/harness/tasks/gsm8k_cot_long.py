@@ -62,21 +62,16 @@ class Gsm8kCotLong(Gsm8kCot):
 
     def build(self, request: TaskRequest) -> TaskSpec:
         example_rows, rows, facts = self.read_all(request.seed, request.limit)
-        examples = [worked(row) for row in example_rows[: self.options.shots]]
+        every, most = [worked(row) for row in example_rows[: self.options.shots]], self.options.tokens
         docs = []
         for row in rows:
-            kept = self._fitting(examples, row["question"], request.tokenizer)
-            prompt = prompt_of(kept, row["question"])
+            kept, prompt = every, prompt_of(every, row["question"])
+            while most and len(request.tokenizer(prompt, verbose=False)["input_ids"]) > most:
+                require(bool(kept), "tokens", most, "is too short for a question alone")
+                kept = kept[1:]
+                prompt = prompt_of(kept, row["question"])
             docs.append({"prompt": prompt, "answer": row["answer"], "meta": {"shots": len(kept)}})
         return self.spec(docs, process_results, ["accuracy"], data=facts, until=[END], wrapper="none")
-
-    def _fitting(self, examples: list[str], question: str, tokenizer: Any) -> list[str]:
-        """The last examples whose prompt has at most `task.tokens` tokens."""
-        most = self.options.tokens
-        while most and len(tokenizer(prompt_of(examples, question), verbose=False)["input_ids"]) > most:
-            require(bool(examples), "tokens", most, "is too short for a question alone")
-            examples = examples[1:]
-        return examples
 
 
 def worked(row: dict[str, Any]) -> str:

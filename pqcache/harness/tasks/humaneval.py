@@ -70,7 +70,26 @@ class HumanEval(DataSetTask):
         return rows, facts
 
     def construct(self, seed: int, number: int) -> dict[str, Any]:
-        return constructed_row(Random(f"humaneval/{seed}/{number}"), number)
+        """A row in the data set's format: fold a list after scaling and shifting it."""
+        rng = Random(f"humaneval/{seed}/{number}")
+        what, factor, shift = rng.choice(tuple(FOLDS)), rng.randint(2, 9), rng.randint(1, 9)
+        name, fold = f"{what}_of_scaled", FOLDS[what]
+        examples = [[rng.randint(-20, 20) for _ in range(rng.randint(2, 6))] for _ in range(4)]
+        values = [fold([x * factor + shift for x in numbers]) for numbers in examples]
+        prompt = (
+            f"from typing import List\n\n\ndef {name}(numbers: List[int]) -> int:\n"
+            f'    """ Multiply every number by {factor}, add {shift} to each, and return the {what} of the results.\n'
+            f"    >>> {name}({examples[0]})\n    {values[0]}\n    "
+            '"""\n'
+        )
+        tests = "".join(f"    assert candidate({n}) == {v}\n" for n, v in zip(examples[1:], values[1:], strict=True))
+        return {
+            "task_id": f"Constructed/{number}",
+            "prompt": prompt,
+            "canonical_solution": f"    return {fold.__name__}(x * {factor} + {shift} for x in numbers)\n",
+            "test": f"\n\ndef check(candidate):\n{tests}\n",
+            "entry_point": name,
+        }
 
     def build(self, request: TaskRequest) -> TaskSpec:
         self.check()
@@ -79,29 +98,6 @@ class HumanEval(DataSetTask):
         docs = [{**{key: row[key] for key in FIELDS}, "answer": row["canonical_solution"], **shared} for row in rows]
         data = {**facts, "sandbox": protections()}
         return self.spec(docs, process_results, ["pass@1"], data=data, until=UNTIL, wrapper="none")
-
-
-def constructed_row(rng: Random, number: int) -> dict[str, str]:
-    """A row in the data set's format: fold a list after scaling and shifting it."""
-    what, factor, shift = rng.choice(tuple(FOLDS)), rng.randint(2, 9), rng.randint(1, 9)
-    fold = FOLDS[what]
-    name = f"{what}_of_scaled"
-    examples = [[rng.randint(-20, 20) for _ in range(rng.randint(2, 6))] for _ in range(4)]
-    values = [fold([x * factor + shift for x in numbers]) for numbers in examples]
-    prompt = (
-        f"from typing import List\n\n\ndef {name}(numbers: List[int]) -> int:\n"
-        f'    """ Multiply every number by {factor}, add {shift} to each, and return the {what} of the results.\n'
-        f"    >>> {name}({examples[0]})\n    {values[0]}\n    "
-        '"""\n'
-    )
-    tests = "".join(f"    assert candidate({n}) == {v}\n" for n, v in zip(examples[1:], values[1:], strict=True))
-    return {
-        "task_id": f"Constructed/{number}",
-        "prompt": prompt,
-        "canonical_solution": f"    return {fold.__name__}(x * {factor} + {shift} for x in numbers)\n",
-        "test": f"\n\ndef check(candidate):\n{tests}\n",
-        "entry_point": name,
-    }
 
 
 why_not = lru_cache(maxsize=4096)(judged)  # each program runs once, however often it is asked for

@@ -89,19 +89,15 @@ def classification(prediction: str, gold: str, classes: Sequence[str]) -> float:
     return 1.0 / len(named) if gold in named else 0.0
 
 
-def _share_of_numbers(prediction: str, expected: str) -> float:
+def count(prediction: str, gold: str) -> float:
+    """Share of the answer's numbers that are the right one."""
     numbers = re.findall(r"\d+", prediction)
-    return sum(number == expected for number in numbers) / len(numbers) if numbers else 0.0
+    return sum(number == gold for number in numbers) / len(numbers) if numbers else 0.0
 
 
 def retrieval(prediction: str, gold: str) -> float:
     """Share of the answer's numbers that are the paragraph's; gold is `Paragraph <number>`, in Chinese `段落<number>`."""
-    return _share_of_numbers(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", gold)[0])
-
-
-def count(prediction: str, gold: str) -> float:
-    """Share of the answer's numbers that are the right one."""
-    return _share_of_numbers(prediction, gold)
+    return count(prediction, re.findall(r"(?:Paragraph |段落)(\d+)", gold)[0])
 
 
 def code_similarity(prediction: str, gold: str) -> float:

@@ -24,21 +24,11 @@ from typing import Annotated, Any, Literal
 from pqcache.embedded import WEIGHTS
 from pqcache.embedded.documents import filler_text
 from pqcache.fields import MOST, Positive, Whole, added
-from pqcache.harness.tasks import base
+from pqcache.harness.tasks import base, sources
 from pqcache.harness.tasks.any_lm_eval import percent
 from pqcache.harness.tasks.base import Figure, Longest, Task, TaskRequest, TaskSpec, require
 from pqcache.harness.tasks.book import BOOK, TITLE, book_facts, book_text
-from pqcache.harness.tasks.sources import (
-    CONSTRUCTED,
-    HUB,
-    SOME,
-    TEXT,
-    DataSet,
-    check_source,
-    constructed_facts,
-    digest,
-    file_facts,
-)
+from pqcache.harness.tasks.sources import CONSTRUCTED, HUB, SOME, TEXT, DataSet
 from pqcache.outside import read_text
 
 OFFLINE = f"{BOOK} (which is shipped) or {CONSTRUCTED}"
@@ -67,7 +57,7 @@ class PG19Options:
     book: Whole = 0
 
     def __post_init__(self) -> None:
-        check_source(self.source, words=(HUB, BOOK, CONSTRUCTED))
+        sources.check_source(self.source, words=(HUB, BOOK, CONSTRUCTED))
 
 
 class PG19(Task[PG19Options]):
@@ -108,7 +98,7 @@ class PG19(Task[PG19Options]):
         source, book = self.options.source, self.options.book
         if source == CONSTRUCTED:
             text = filler_text(Random(f"pg19/{seed}/{book}"), 6 * (self.options.tokens or TOKENS))
-            return f"made {book}", text, constructed_facts([{"text": text}], seed)
+            return f"made {book}", text, sources.constructed_facts([{"text": text}], seed)
         if source == BOOK:
             require(book == 0, "book", book, "task.source=book is one book, number 0")
             return TITLE, book_text(), book_facts()
@@ -117,7 +107,7 @@ class PG19(Task[PG19Options]):
         if files:
             require(book < len(files), "book", book, f"{source} holds {len(files)}")
             file = files[book]
-            return file.stem, read_text(file, errors="replace"), file_facts(file)
+            return file.stem, read_text(file, errors="replace"), sources.file_facts(file)
         rows, facts = DATA.read(source)
         require(book < len(rows), "book", book, f"the data set holds {len(rows)}")
         return str(rows[book]["short_book_title"]), rows[book]["text"], facts
@@ -131,7 +121,7 @@ class PG19(Task[PG19Options]):
         book_tokens = self._book_tokens(request.model_name)
         # special tokens included
         ids = list(request.tokenizer(text, verbose=False)["input_ids"])[: book_tokens + 1 + options.steps]
-        shared = {"title": title, "mode": options.mode, "sha256": digest([{"ids": ids}])[:16]}
+        shared = {"title": title, "mode": options.mode, "sha256": sources.digest([{"ids": ids}])[:16]}
         if options.mode == "stream":
             ids = ids[: book_tokens + 1]
             require(options.prefill + 2 <= len(ids), "prefill", options.prefill, f"the book has {len(ids)} tokens")

@@ -21,6 +21,7 @@ from pqcache.harness.tasks import process
 from pqcache.harness.tasks.process import CallFailed, NotReady, Process
 
 HERE = Path(process.__file__).resolve().parent
+PYTHON = os.path.realpath(sys.executable)
 PLACE = "/sandbox"  # where the processes see that folder
 MEMORY = 1024  # MiB of address space
 DISK = 16  # MiB of files
@@ -93,7 +94,7 @@ def protections() -> str:
 @lru_cache(maxsize=1)
 def _shown() -> tuple[list[tuple[str, str]], list[str]]:
     """The interpreter: (source, place) of its standard library and shared libraries; and folders to hide in it."""
-    done = subprocess.run([_python(), "-I", "-S", "-c", _LOADED], capture_output=True, text=True, check=True)
+    done = subprocess.run([PYTHON, "-I", "-S", "-c", _LOADED], capture_output=True, text=True, check=True)
     library, *shared = done.stdout.split()
     files = {library: library, PLACE: str(HERE)}
     for file in shared:
@@ -105,19 +106,15 @@ def _shown() -> tuple[list[tuple[str, str]], list[str]]:
     return [(os.path.realpath(source), place) for place, source in files.items()], hidden
 
 
-def _python() -> str:
-    return os.path.realpath(sys.executable)
-
-
 def _command(how: str, seconds: int) -> list[str]:
     files, hidden = _shown()
     limits = {"memory": MEMORY, "disk": DISK, "seconds": seconds}
     text = json.dumps({"how": how, "files": files, "hidden": hidden, **limits})
     place = str(HERE) if how == "unshare" else PLACE
-    inner = [_python(), "-I", "-S", "-B", f"{place}/child.py", text]
+    inner = [PYTHON, "-I", "-S", "-B", f"{place}/child.py", text]
     if how == "unshare":
         return inner
-    program = [(_python(), _python()), *((os.path.realpath(name), name) for name in LOADERS if os.path.exists(name))]
+    program = [(PYTHON, PYTHON), *((os.path.realpath(name), name) for name in LOADERS if os.path.exists(name))]
     shown = [word for source, place in (*files, *program) for word in ("--ro-bind", source, place)]
     shown += [word for folder in hidden for word in ("--tmpfs", folder, "--remount-ro", folder)]
     outer = [shutil.which("bwrap") or "bwrap", "--unshare-all", "--unshare-user", "--uid", "65534", "--gid", "65534"]

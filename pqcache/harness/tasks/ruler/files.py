@@ -15,20 +15,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from pqcache.harness.tasks import sources
 from pqcache.harness.tasks.base import require
 from pqcache.harness.tasks.ruler.constructed import FAMILIES, NIAH
-from pqcache.harness.tasks.sources import (
-    HUB,
-    SOME,
-    SUFFIXES,
-    TEXT,
-    DataSet,
-    Facts,
-    Rows,
-    as_said,
-    facts_of,
-    published_texts,
-)
+from pqcache.harness.tasks.sources import HUB, SOME, SUFFIXES, TEXT, DataSet, Facts, Rows
 from pqcache.outside import refusing
 
 FIELDS = {"context": SOME, "question": TEXT, "answer_prefix": TEXT, "answer": [SOME], "task": SOME}
@@ -103,15 +93,16 @@ def _read_folder(folder: Path, length: int, families: Sequence[str]) -> tuple[Ro
             digests[str(path.relative_to(folder))] = next(iter(facts["sha256"].values()))
     wanted = f"holds no {length}.jsonl, and no <task>/validation.jsonl as RULER's generator writes them"
     require(bool(by_family), "source", folder, wanted)
-    return by_family, facts_of(str(folder), digests)
+    return by_family, sources.facts_of(str(folder), digests)
 
 
 def from_generator(family: str, row: dict[str, Any], where: str) -> dict[str, Any]:
     """A row of RULER's generator (`input`, `outputs`, newer ones `answer_prefix`) with FIELDS."""
-    row = as_said(row, {**GENERATED, **{name: kind for name, kind in MORE.items() if row.get(name) is not None}}, where)
+    more = {name: kind for name, kind in MORE.items() if row.get(name) is not None}
+    row = sources.as_said(row, {**GENERATED, **more}, where)
     text, answers = row["input"], row["outputs"]
     kind = "niah" if family in NIAH else "qa" if family.startswith("qa") else family
-    texts = published_texts("ruler")
+    texts = sources.published_texts("ruler")
     prefix = row.get("answer_prefix")
     if prefix is None:
         at = text.rfind(texts[f"{kind}_prefix"][:10])
