@@ -23,6 +23,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded import load_tokenizer
 from pqcache.embedded.documents import chat_length, size
 from pqcache.embedded.words import pseudo_words
 
@@ -100,22 +101,17 @@ def make(rng: Random, names: Sequence[str], values: Sequence[str], steps: int, p
 
 
 def make_samples(
-    n: int,
-    answer: int,
-    seed: int,
-    tokenizer: PreTrainedTokenizerBase,
-    count_tokens: Callable[[str], int] | None = None,
-    words: PreTrainedTokenizerBase | None = None,
+    n: int, answer: int, seed: int, tokenizer: PreTrainedTokenizerBase, count_tokens: Callable[[str], int] | None = None
 ) -> list[dict[str, Any]]:
     """`n` samples whose right answer has about `answer` tokens; sample i depends on (seed, i, number of steps) alone.
 
     count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
-    words: the tokenizer whose tokens make up the pseudo-words, if it is another one. Raises ValueError if `answer` is below
+    The pseudo-words are those of the shipped tokenizer, whichever model reads them. Raises ValueError if `answer` is below
     SHORTEST_ANSWER.
     """
     if answer < SHORTEST_ANSWER:
         raise ValueError(f"long_chain needs answers of at least {SHORTEST_ANSWER} tokens, not {answer}")
-    words = words or tokenizer
+    words = load_tokenizer()
     lists = pseudo_words(words)
     steps = answer // (2 * TOKENS_PER_STEP)
     # Another tokenizer cuts the words into more tokens. The end token counts, too.

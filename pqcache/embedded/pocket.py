@@ -13,6 +13,7 @@ from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
+from pqcache.embedded import load_tokenizer
 from pqcache.embedded.documents import chat_length, fill, mixed, size
 from pqcache.embedded.families import FAMILIES, Lexicon, code_line
 from pqcache.embedded.words import pseudo_words
@@ -43,17 +44,16 @@ def make_samples(
     seed: int,
     tokenizer: PreTrainedTokenizerBase,
     count_tokens: Callable[[str], int] | None = None,
-    words: PreTrainedTokenizerBase | None = None,
 ) -> list[dict[str, Any]]:
     """`n` samples whose wrapped prompt has `length` tokens, or up to 16 fewer; sample i depends on (seed, i) alone.
 
     count_tokens: tokens of a prompt as the model sees it; by default as one user turn of the tokenizer's chat template.
-    words: the tokenizer whose tokens make up the pseudo-words, if it is another one.
+    The pseudo-words are those of the shipped tokenizer, whichever model reads them.
     """
     if length < SHORTEST:
         raise ValueError(f"pocket needs prompts of at least {SHORTEST} tokens, not {length}")
     count = count_tokens or partial(chat_length, tokenizer)
-    lists = pseudo_words(words or tokenizer)
+    lists = pseudo_words(load_tokenizer())
     made, lines = FAMILIES[family], family == "code"
     samples = []
     for index in range(n):

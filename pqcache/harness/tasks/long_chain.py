@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
-from pqcache.embedded import load_tokenizer
 from pqcache.embedded import long_chain as generator
 from pqcache.harness.tasks.base import GENERATED, Longest, Task, TaskRequest, TaskSpec
 
@@ -45,9 +44,8 @@ class LongChain(Task[LongChainOptions]):
         return Longest(f"task.answer={self.options.answer}", prompt, self.max_new_tokens)
 
     def build(self, request: TaskRequest) -> TaskSpec:
-        words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
         samples, answer, count = request.samples(GENERATED), self.options.answer, request.count_tokens
-        docs = generator.make_samples(samples, answer, request.seed, request.tokenizer, count, words=words)
+        docs = generator.make_samples(samples, answer, request.seed, request.tokenizer, count)
         return self.spec(docs, process_results, METRICS)
 
 

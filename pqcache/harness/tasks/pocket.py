@@ -20,7 +20,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
-from pqcache.embedded import load_tokenizer
 from pqcache.embedded import pocket as generator
 from pqcache.fields import MOST
 from pqcache.harness.tasks import metrics
@@ -56,12 +55,10 @@ class Pocket(Task[PocketOptions]):
         self.max_new_tokens = max(FAMILIES[family][0] for family in self.families)
 
     def build(self, request: TaskRequest) -> TaskSpec:
-        words = load_tokenizer()  # words are tokens of the embedded model, whichever model reads them
-        n, length = request.samples(GENERATED), self.options.length
+        how = self.options.length, request.seed, request.tokenizer, request.count_tokens
         configs = []
         for family in self.families:
-            how = request.seed, request.tokenizer, request.count_tokens
-            samples = generator.make_samples(family, n, length, *how, words=words)
+            samples = generator.make_samples(family, request.samples(GENERATED), *how)
             docs = [{**sample, "family": family} for sample in samples]
             name, tokens = f"pocket_{family}", FAMILIES[family][0]
             configs.append(generation_task(name, docs, process_results, ["score"], max_new_tokens=tokens))
