@@ -129,6 +129,7 @@ def refusal(folder: Path, *typed: str) -> str:
         {"metric": "no_metric_of_lm_eval"},
         {"metric_list": [{"metric": "accuracy", "hf_evaluate": True}]},
         {"more": "include: {outside}"},
+        {"more": "metadata: &merged {version: 1, include: outside.yml}\n<<: *merged"},
     ],
 )
 def test_definitions_that_run_code_are_refused(theirs: Any, tmp_path: Path, parts: dict[str, Any]) -> None:
@@ -137,6 +138,7 @@ def test_definitions_that_run_code_are_refused(theirs: Any, tmp_path: Path, part
     if "more" in parts:
         parts = {"more": parts["more"].format(outside=outside) if "{outside}" in parts["more"] else parts["more"]}
     folder = theirs(**parts)
+    (folder / "outside.yml").write_text(outside.read_text())
     said = refusal(folder)
     assert "task.allow_code=true" in said and "\n" not in said
     assert not (tmp_path / "ran").exists()

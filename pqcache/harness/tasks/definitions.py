@@ -44,9 +44,9 @@ def refuse_code(folder: Path) -> None:
             if (what := _runs_code(node)) is not None:
                 where = f"task.include={folder}: {path.name}, line {node.start_mark.line + 1}"
                 raise ValueError(f"{where}: {what} runs code; read it, then allow it with task.allow_code=true")
-        included = _values(root).get("include")
-        named = included.value if isinstance(included, yaml.SequenceNode) else [included]
-        waiting += [path.parent / node.value for node in named if isinstance(node, yaml.ScalarNode)]
+            included = _values(node).get("include")  # of any mapping: the root may merge it
+            named = included.value if isinstance(included, yaml.SequenceNode) else [included]
+            waiting += [path.parent / one.value for one in named if isinstance(one, yaml.ScalarNode)]
 
 
 def _nodes(root: yaml.Node) -> Iterator[yaml.Node]:
