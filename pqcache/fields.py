@@ -106,7 +106,7 @@ def coerce(value: Any, kind: Any) -> Any:
                 wrong.append(out_of_range)
         if wrong:
             raise ValueError(" or ".join(map(str, wrong)).replace("or must be", "or"))
-    elif origin in (list, tuple, typing.Sequence) and isinstance(value, list | tuple):
+    elif origin in (list, tuple) and isinstance(value, list | tuple):
         with contextlib.suppress(TypeError):
             items = [coerce(v, args[0] if args else Any) for v in value]
             return tuple(items) if origin is tuple else items
@@ -135,7 +135,7 @@ def describe(kind: Any) -> str:
         return " or ".join(str(a) for a in args)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(describe(a) for a in args)
-    if origin in (list, tuple, typing.Sequence):
+    if origin in (list, tuple):
         return f"a list of {describe(args[0]).split(' ', 1)[-1]}s" if args else "a list"
     if kind is types.NoneType or kind is None:
         return "null"

@@ -162,7 +162,7 @@ READERS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "packed data": ("test.jsonl.gz", sources.read_rows),
     "a table": ("test.parquet", sources.read_rows),
     "prompts": ("prompts.csv", lambda path: read_prompts(str(path))),
-    "a prompt": ("prompt.txt", lambda path: [row for row in read_prompts(str(path)) if len(row.prompt) > 9]),
+    "a prompt": ("prompt.txt", lambda path: [row for row in read_prompts(str(path)) if len(row.text) > 9]),
 }
 
 
