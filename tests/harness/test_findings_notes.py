@@ -127,6 +127,23 @@ def test_perplexity_by_length(budget: float, text: str) -> None:
     states("clusterkv-pg19", text, *(math.exp(mean(own[part])) - math.exp(mean(full[part])) for part in parts))
 
 
+def test_where_l2_leads() -> None:
+    def by_layer(budget: float, distance: str) -> list[float]:
+        return list(
+            values(row("real_recall", SMALL, budget, "clusterkv", distance=distance), "recall")["fidelity"].values()
+        )
+
+    gaps = [[b - a for a, b in zip(by_layer(share, "cosine"), by_layer(share, "l2"))] for share in (0.1, 0.2)]
+    assert [len(gap) for gap in gaps] == [30, 30]
+    first, others = ([mean(gap[part]) for gap in gaps] for part in (slice(10), slice(10, None)))
+    states(
+        "clusterkv-distance",
+        "{:.1f} points at a tenth and {:.1f} at a fifth; in the others it is {:.1f} and {:.1f}",
+        *first,
+        *others,
+    )
+
+
 def test_bits_of_lines() -> None:
     eight_bits = {"bits_high": 8, "bits_low": 4}
 
