@@ -28,7 +28,6 @@ from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOpti
 from pqcache.harness.lookup import options  # noqa: E402
 from pqcache.harness.report import any_table, fidelity, findings, trade_off  # noqa: E402
 from pqcache.harness.report import rows as row_module  # noqa: E402
-from pqcache.harness.report.frame import group_rows  # noqa: E402
 from pqcache.harness.report.rows import rows_under  # noqa: E402
 from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
 from pqcache.registry import METHODS, method_class  # noqa: E402
@@ -232,7 +231,7 @@ def row_page() -> str:
 
 def points() -> Any:
     """The committed rows that picture and table show."""
-    return trade_off.points(group_rows(ROWS), rows_under(HOST_ROWS), group_rows(TIMED_ROWS))
+    return trade_off.points(rows_under(ROWS), rows_under(HOST_ROWS), rows_under(TIMED_ROWS))
 
 
 def filled(text: str, mark: str, table: str) -> str:
@@ -276,9 +275,9 @@ def pages() -> dict[Path, str]:
 
 def write_picture() -> None:
     fidelity.draw(real(), REAL_PICTURE)
-    rows = group_rows(ROWS)
+    rows = rows_under(ROWS)
     made = points()
-    trade_off.draw(made, PICTURE, trade_off.caption(rows, made, group_rows(TIMED_ROWS)))
+    trade_off.draw(made, PICTURE, trade_off.caption(rows, made, rows_under(TIMED_ROWS)))
 
 
 def main() -> int:

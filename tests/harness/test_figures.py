@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from pqcache.diagnostics.summary import PROMPT_SUFFIX
 from pqcache.harness.report import figures, plots, sample_figures, trade_off
 from pqcache.harness.report.entries import Entry
+from pqcache.harness.report.rows import rows_under
 from pqcache.harness.report.sample_figures import curve, draw, needle_grid, save_curve
 from pqcache.harness.report.special_figures import GIB, measured_gib, token_bytes
 from pqcache.harness.tasks import Figure
@@ -286,14 +287,12 @@ def test_the_runs_of_a_folder_side_by_side(tmp_path: Path, capsys: Capture) -> N
 
 
 @pytest.mark.rest
-def test_the_picture_of_what_a_score_costs(repo: Path, tmp_path: Path, capsys: Capture) -> None:
-    pocket = repo / "results" / "reference" / "pocket"
-    trade_off.main([str(pocket), "--picture", str(tmp_path / "a.png")])
-    assert (tmp_path / "a.png").stat().st_size > 20_000
-    assert "| pqcache |" in capsys.readouterr().out
-    for wrong in ([str(tmp_path)], [str(pocket), "--times", str(tmp_path)]):
-        with pytest.raises(SystemExit, match="2"):
-            trade_off.main(wrong)
+def test_the_picture_of_what_a_score_costs(repo: Path, tmp_path: Path) -> None:
+    rows = rows_under(repo / "results" / "reference" / "pocket")
+    made = trade_off.points(rows)
+    path = trade_off.draw(made, tmp_path / "a.png", trade_off.caption(rows, made))
+    assert path is not None and path.stat().st_size > 20_000
+    assert "| pqcache |" in trade_off.table(made)
 
 
 def test_perplexity_so_far(tmp_path: Path) -> None:

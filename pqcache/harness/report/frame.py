@@ -27,7 +27,6 @@ row as a whole are given for `average` alone.
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from statistics import fmean
 from typing import Any, cast
 
@@ -35,7 +34,7 @@ import pandas as pd
 
 from pqcache.harness.config.cells import OPTIONS as GROUPS  # group -> field of the row
 from pqcache.harness.report import score_statistics
-from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, match_full, pair_with_full, rows_under
+from pqcache.harness.report.rows import Row, changed_keys, compared, find_full, match_full, pair_with_full
 from pqcache.harness.report.score_statistics import Scores, known_mean
 from pqcache.registry import METHODS, method_class
 
@@ -78,16 +77,6 @@ def pooled_groups(rows: Iterable[Row]) -> tuple[list[list[Row]], int]:
             seeds[row["seed"]] = row
     made = [[seeds[seed] for seed in sorted(seeds)] for seeds in groups.values()]
     return sorted(made, key=lambda rows: (rows[0]["method"] != "full", natural(rows[0]["folder"]))), left_out
-
-
-def group_rows(folder: Path) -> list[Row]:
-    """Every row under a folder whose task is a group: Full first, then by method, its options and the largest budget."""
-
-    def place(row: Row) -> tuple:
-        options = [part for part in row["folder"].split("__") if part.startswith("method.")]
-        return row["method"] != "full", natural(" ".join([row["method"], *options])), -(row["budget_ratio"] or 0.0)
-
-    return sorted((row for row in rows_under(folder) if len(row["tasks"]) > 1), key=place)
 
 
 def ignores_budget(row: Row) -> bool:

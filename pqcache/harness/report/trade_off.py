@@ -1,14 +1,13 @@
 """What a method pays for its score: the picture of score against memory and against time per token, and its table.
 
-    python -m pqcache.harness.report.trade_off results/reference/pocket results/reference/pocket_host \
-        --times results/reference/pocket_times --picture docs/pocket.png
+    made = points(rows)
+    table(made), draw(made, path, caption(rows, made))
 
-The first folder has the scores, times and bytes, with K and V on the device. The second, which may be left out, has rows of the
-same methods with `method.store=host`: where it has one, memory is taken from it. Stores change bytes and times, not what is
-attended. All times are taken from `--times`, if it is given: a run of fewer samples, with nothing else on the machine.
+Rows have the scores, times and bytes, with K and V on the device. `with_host`: of the same methods with `method.store=host`;
+where there is one, memory is taken from it. Stores change bytes and times, not what is attended. `timed`: of a run of fewer
+samples, with nothing else on the machine; then all times are taken from them.
 """
 
-import argparse
 import hashlib
 import json
 from collections.abc import Sequence
@@ -18,10 +17,10 @@ from typing import Any
 import pandas as pd
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.frame import frame, group_rows, held
+from pqcache.harness.report.frame import frame, held
 from pqcache.harness.report.plots import Panel
-from pqcache.harness.report.rows import Row, rows_under
-from pqcache.harness.report.table import Table, number, printable, several, signed, spread
+from pqcache.harness.report.rows import Row
+from pqcache.harness.report.table import Table, number, several, signed, spread
 
 MIB = 2**20
 NUMBERS = ("score", "score.low", "score.high", "to_full", "to_full.low", "to_full.high", "attended_tokens")
@@ -30,8 +29,7 @@ NUMBERS = ("score", "score.low", "score.high", "to_full", "to_full.low", "to_ful
 def points(rows: Sequence[Row], with_host: Sequence[Row] = (), timed: Sequence[Row] = ()) -> pd.DataFrame:
     """A line per row that has a score, Full first, then by score at the largest budget: NUMBERS, device and host bytes, tpot_ms.
 
-    with_host: rows whose bytes replace those of the same method and budget. timed: rows with all times, if there are any; a
-    method and budget that they lack has no time, since those of two runs do not compare. A budget that is ignored is 1.
+    A method and budget that `timed` lacks has no time, since those of two runs do not compare. A budget that is ignored is 1.
     """
     stored = {(row["method"], row["budget_ratio"]): held(row) for row in with_host}
     times = {(row["method"], row["budget_ratio"]): row["tpot_p50_ms"] for row in timed or rows}
@@ -108,27 +106,3 @@ def caption(rows: Sequence[Row], made: pd.DataFrame, timed: Sequence[Row] = ()) 
         + f" Time: median over the decode steps of {several(row['timed_samples'] for row in timed)} samples,"
         f" {stored}batch 1, {several(row['device'] for row in timed)}."
     )
-
-
-def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="rows of a group of tasks, as make pocket writes them")
-    parser.add_argument("host", type=Path, nargs="?", help="rows of the same methods with method.store=host")
-    parser.add_argument("--times", type=Path, help="rows of the same methods to take all times from")
-    parser.add_argument("--picture", type=Path, help="default: <folder>/trade_off.png")
-    given = parser.parse_args(argv)
-    rows = group_rows(given.folder.expanduser())
-    if not rows:
-        parser.error(f"{given.folder}: no row of a group of tasks below; run task=pocket with out={given.folder} first")
-    timed = group_rows(given.times.expanduser()) if given.times else ()
-    if given.times and not timed:
-        parser.error(f"--times {given.times}: no row of a group of tasks below")
-    made = points(rows, rows_under(given.host) if given.host else (), timed)
-    picture = given.picture or given.folder / "trade_off.png"
-    draw(made, picture, caption(rows, made, timed))
-    print(printable(table(made)))
-    print(printable(str(picture)))
-
-
-if __name__ == "__main__":
-    main()
