@@ -50,7 +50,7 @@ class Drawn:
         self.cells.append(SimpleNamespace(name=name, identity=identity, run=run, **place))
         common = {"n_samples": 4, "prompt_tokens": 100.0, "device": "a machine", "smoke": False, "model": "m"}
         times = {"prefill_s": None, "index_build_s": 0.0, "tpot_p50_ms": None}
-        self.rows[name] = {**common, "extra": {}, **times, **row}
+        self.rows[name] = {**common, "extra": {}, "tasks": {}, **times, **row}
         to_full = None if score is None or line == "full" else score - 50.0
         differences = dict.fromkeys(("to_full", "to_full_low", "to_full_high"), to_full)
         own = {"method": method, "budget": budget, "dataset": dataset, "folder": name, "measured": score}

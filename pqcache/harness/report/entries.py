@@ -18,11 +18,11 @@ same budget if it has one.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean
 from typing import Any
 
 from pqcache.harness.config.cells import Cell, RunPlan, read_status
 from pqcache.harness.report import published
+from pqcache.harness.report.frame import numbers_of
 from pqcache.harness.report.rows import ROWS, Row, compared, find_full, read_row, read_rows
 from pqcache.harness.report.tables import cell_label, varying_keys
 
@@ -183,18 +183,9 @@ def _best_of(plan: RunPlan, table: Sequence[Entry]) -> list[Entry]:
 
 def measured(row: Row, where: str) -> float | None:
     """A column of a row that needs no other row; None if the row has no such number."""
-    kind, _, name = where.partition(":")
-    if kind == "score":
-        return row["score"]
-    if kind in ("metric", "rate"):
-        values = [task["metrics"][name] for task in row["tasks"].values() if name in task["metrics"]]
-        return (100.0 if kind == "metric" else 1.0) * fmean(values) if values else None
-    value: Any = row if kind in ("row", "ms") else None
-    for part in name.split("."):
-        value = value.get(part) if isinstance(value, dict) else None
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    return value * (1000.0 if kind == "ms" else 1.0)
+    kind, _, name = where.rpartition(":")
+    value = dict(numbers_of(row)).get(f"metric.{name}" if kind in ("metric", "rate") else name)
+    return None if value is None else value * {"metric": 100.0, "ms": 1000.0}.get(kind, 1.0)
 
 
 def derive(where: str, cell: Cell, rows: Mapping[str, Row], cells: Iterable[Cell]) -> float | None:

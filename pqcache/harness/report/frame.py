@@ -112,7 +112,7 @@ def _lines(group: Sequence[Row], full: Sequence[Row], datasets: bool) -> Iterato
     common |= {key: first[key] for key in FIELDS if key in first}  # type: ignore[literal-required]
     common |= {**texts, "budget": "" if ignored else budget_text(first), "ignores_budget": ignored}
     common |= {"seed": ", ".join(str(row["seed"]) for row in group), "row": first, "rows": list(group)}
-    every = [{**dict(_flat(row)), **_bytes(row, find_full(row, full))} for row in group]
+    every = [{**dict(numbers_of(row)), **_bytes(row, find_full(row, full))} for row in group]
     numbers = dict.fromkeys(name for one in every for name in one if name not in ("seed", "score"))
     whole = {name: known_mean(one.get(name) for one in every) for name in numbers}
     names = list(first["sample_scores"]) if datasets and len(first["sample_scores"]) > 1 else []
@@ -129,8 +129,8 @@ def _options(row: Row) -> dict[str, Any]:
     return options
 
 
-def _flat(row: Row) -> Iterator[tuple[str, float]]:
-    """Dotted name -> each number of a row."""
+def numbers_of(row: Row) -> Iterator[tuple[str, float]]:
+    """Dotted name -> each number of a row; metrics are means over sub-tasks."""
     for key, value in row.items():
         if _is_number(value):
             yield key, value  # type: ignore[misc]
