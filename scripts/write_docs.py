@@ -3,7 +3,6 @@
     python scripts/write_docs.py             write everything (make docs)
     python scripts/write_docs.py pages       the pages and the README's tables alone
     python scripts/write_docs.py picture     docs/real.png and docs/pocket.png alone (make picture)
-    python scripts/write_docs.py check       name the pages that differ from the code; exit code 1 if there are any
 
 docs/methods.md comes from the table of methods and their docstrings, docs/options.md from the dataclasses behind the options,
 docs/row.md from the class Row. In README.md the parts between `<!-- real`, `<!-- answers`, `<!-- results` or
@@ -23,7 +22,6 @@ sys.path.insert(0, str(ROOT))
 
 from pqcache.atomic import write_text  # noqa: E402
 from pqcache.fields import documented, option_fields  # noqa: E402
-from pqcache.harness.config.files import outdated  # noqa: E402
 from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
 from pqcache.harness.lookup import options  # noqa: E402
 from pqcache.harness.report import any_table, fidelity, findings, trade_off  # noqa: E402
@@ -280,22 +278,16 @@ def write_picture() -> None:
     trade_off.draw(made, PICTURE, trade_off.caption(rows, made, rows_under(TIMED_ROWS)))
 
 
-def main() -> int:
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", nargs="?", choices=("all", "pages", "picture", "check"), default="all")
+    parser.add_argument("what", nargs="?", choices=("all", "pages", "picture"), default="all")
     what = parser.parse_args().what
-    if what == "check":
-        stale = outdated(pages())
-        for path in stale:
-            print(f"{path.relative_to(ROOT)}: differs from the code; make docs writes it")
-        return int(bool(stale))
-    if what in ("all", "pages"):
+    if what != "picture":
         for path, text in pages().items():
             write_text(path, text)
-    if what in ("all", "picture"):
+    if what != "pages":
         write_picture()
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -18,6 +18,7 @@ from pqcache.harness import command as command_line
 from pqcache.harness import lookup
 from pqcache.harness.config.cells import make_plan
 from pqcache.harness.config.compose import compose_all
+from pqcache.harness.config.files import outdated
 from pqcache.harness.config.options import Refused
 from pqcache.harness.report import folder_command, trade_off
 from scripts import write_docs
@@ -45,7 +46,7 @@ def test_its_lines_of_python_run(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.rest
 def test_made_pages_are_up_to_date() -> None:
-    stale = [path.relative_to(REPO).as_posix() for path in write_docs.outdated(write_docs.pages())]
+    stale = [path.relative_to(REPO).as_posix() for path in outdated(write_docs.pages())]
     assert stale == [], "make docs writes them"
 
 

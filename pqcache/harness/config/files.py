@@ -1,14 +1,12 @@
 """Write the files of configs/ that list options, each with its default and a comment, from the dataclasses behind them.
 
-    python -m pqcache.harness.config.files            write them (make configs)
-    python -m pqcache.harness.config.files --check    name those that differ from the code; exit code 1 if there are any
+    python -m pqcache.harness.config.files    write those that differ from the code (make configs)
 
 The comment lines at the top of a file are written by hand and kept. A method's or a task's file lists every option at its
 default; a new method or task gets a file. A default of `null` may depend on the protocol, as its comment says. A model's file
 keeps the values it sets; its other options are listed behind a `#`. config.yaml keeps its list of groups.
 """
 
-import sys
 import textwrap
 from collections.abc import Iterable, Mapping
 from itertools import takewhile
@@ -114,18 +112,12 @@ def _entry(key: str, value: Any, comment: str | None, mark: str = "") -> str:
     return "\n".join([*above, f"{mark}{text}"]) + "\n"
 
 
-def main(arguments: list[str]) -> int:
+def main() -> None:
     texts = generated()
-    stale = outdated(texts)
-    if "--check" in arguments:
-        for path in stale:
-            print(f"{path.relative_to(CONFIGS.parent)}: differs from the code; make configs writes it")
-        return int(bool(stale))
-    for path in stale:
+    for path in outdated(texts):
         write_text(path, texts[path])
         print(path.relative_to(CONFIGS.parent))
-    return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    main()
