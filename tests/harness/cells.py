@@ -59,11 +59,11 @@ def request(name: str) -> Request:
     return compose_all([*words(name), "out=/no/such/folder/out"], CONFIGS)
 
 
-def plan_of(name: str, out: Path | None = None, *, smoke: bool = False) -> RunPlan:
+def plan_of(name: str, out: Path | None = None) -> RunPlan:
     """The plan of an experiment at its own scale."""
     requested = copy.deepcopy(request(name))
     for one in requested.composed:
-        one.config |= {"out": str(out or "results/runs"), "smoke": smoke}
+        one.config["out"] = str(out or "results/runs")
     return make_plan(requested)
 
 

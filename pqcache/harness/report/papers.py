@@ -38,7 +38,6 @@ import pandas as pd
 from pqcache.atomic import write_text
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.config.options import Refused, masked
-from pqcache.harness.config.smoke import FOLDER as SMOKE_FOLDER
 from pqcache.harness.report import figures, plots, published
 from pqcache.harness.report.entries import Entry, printed_rows, rows_of, status, table_entries
 from pqcache.harness.report.footnotes import footnotes
@@ -55,10 +54,8 @@ FOLDER = "tables"  # under out=
 
 def command(cell: Cell) -> str:
     """The command that fills this cell alone, run from the repository's root. Secrets are masked."""
-    out = str(Path(cell.run.out).parent if cell.run.smoke else cell.run.out)
-    typed = [text for text in cell.typed if not text.startswith(("out=", "smoke=", "hydra.mode="))]
-    extra = [f"out={out}", *(["smoke=true"] if cell.run.smoke else []), "hydra.mode=RUN"]
-    return shlex.join(["python", "run.py", *map(masked, [*typed, *extra])])
+    typed = [text for text in cell.typed if not text.startswith(("out=", "hydra.mode="))]
+    return shlex.join(["python", "run.py", *map(masked, [*typed, f"out={cell.run.out}", "hydra.mode=RUN"])])
 
 
 def missing(plan: RunPlan) -> list[str]:
@@ -114,14 +111,14 @@ def contact_sheet(pictures: Sequence[Path], path: Path) -> Path | None:
     return plots.save(figure, path, pdf=False)
 
 
-def write_all(out: Path, *, smoke: bool = False) -> list[Path]:
+def write_all(out: Path) -> list[Path]:
     """Write everything; returns the files. An experiment that cannot be written is named and left out."""
-    folder = (out / SMOKE_FOLDER if smoke else out) / FOLDER
+    folder = out / FOLDER
     tables: dict[str, list[Entry]] = {}
     files: list[Path] = []
     for name in experiments():
         try:
-            plan = experiment_plan(name, out, smoke=smoke)
+            plan = experiment_plan(name, out)
             rows = rows_of(plan)
             if rows or published.numbers(name):
                 files += write(plan, folder)[1]
@@ -211,23 +208,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     which = "default: all that repeat a paper's table or figure; missing: all"
     parser.add_argument("experiments", nargs="*", help=which)
     parser.add_argument("--out", default="results/runs", help="the out= folder of the runs")
-    parser.add_argument("--smoke", action="store_true", help="of smoke runs")
     given = parser.parse_args(argv)
     out = Path(given.out).expanduser()
     if unknown := [name for name in given.experiments if name not in experiments(every=True)]:
         parser.error(f"unknown experiment: {', '.join(unknown)}")
     if given.what == "tables":
         try:
-            rows_or_refused(out / SMOKE_FOLDER if given.smoke else out, f"--out {given.out}")
+            rows_or_refused(out, f"--out {given.out}")
         except Refused as refused:
             print(f"error: {refused}", file=sys.stderr)
             return 2
         if not given.experiments:
-            print("\n".join(map(str, write_all(out, smoke=given.smoke))))
+            print("\n".join(map(str, write_all(out))))
             return 0
     for name in given.experiments or experiments(every=True):
         try:
-            plan = experiment_plan(name, given.out, smoke=given.smoke)
+            plan = experiment_plan(name, given.out)
         except Refused as refused:
             print(f"# {name}: {'; '.join(refused.lines)}", file=sys.stderr)
             continue

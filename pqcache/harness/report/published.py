@@ -154,9 +154,9 @@ def words(name: str) -> list[str]:
     return shlex.split(found(CONFIGS)[name].words) or [f"experiment={name}"]
 
 
-def experiment_plan(name: str, out: str | Path, *, smoke: bool = False) -> RunPlan:
+def experiment_plan(name: str, out: str | Path) -> RunPlan:
     """The cells of an experiment as `python run.py experiment=<name> out=<out>` would run them; nothing is loaded."""
-    return make_plan(compose_all([*words(name), f"out={out}", f"smoke={str(smoke).lower()}"], CONFIGS))
+    return make_plan(compose_all([*words(name), f"out={out}"], CONFIGS))
 
 
 def plan_at_paper_scale(name: str) -> RunPlan:
