@@ -6,7 +6,7 @@ checked = finish(draft)    what only the method itself knows; its module imports
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -135,8 +135,7 @@ def finish(draft: Draft) -> Checked:
 
     errors, names, options, run = list(draft.errors), draft.names, draft.options, draft.run
     cls = method_class(names["method"])
-    allowed = {name: known for name, known in option_fields(cls).items() if name not in COMMON}
-    options["method"] = _typed("method.", options["method"], allowed, errors, {})
+    options["method"] = _typed("method.", options["method"], option_fields(cls, COMMON), errors, {})
     if cls.ignores_budget:
         run = replace(run, budget_rule=None, budget_of="prompt")
     budget = Budget(ratio=1.0)
@@ -330,7 +329,7 @@ def _method_defaults(cls: type[Any], base: Options, protocol: str, **spent: Any)
     for common in (spent, {}):  # a budget may be too small for the defaults
         with contextlib.suppress(ValueError):
             return cls(**base, protocol=protocol, **common).hyper_parameters()
-    own = {name: default for name, (_, default) in option_fields(cls).items() if name not in COMMON}
+    own = {name: default for name, (_, default) in option_fields(cls, COMMON).items()}
     return own | base  # an option without a default of its own (a trace to replay)
 
 
@@ -338,17 +337,15 @@ def _top_group(run: RunOptions, budget: float | int, method: Any) -> Group:
     """The top-level keys that decide what is computed."""
     from pqcache.selective.method import TOKEN_RULES
 
-    hashed = [f.name for f in fields(RunOptions) if f.name not in NOT_HASHED]
-    options = {name: getattr(run, name) for name in hashed} | {"budget": budget}
-    defaults = {name: default for name, (_, default) in option_fields(RunOptions).items() if name in hashed}
-    absent = defaults | added_options(RunOptions)
+    defaults = {name: default for name, (_, default) in option_fields(RunOptions, NOT_HASHED).items()}
+    options = {name: getattr(run, name) for name in defaults} | {"budget": budget}
     if method is not None:
         options["dense_layers"] = method.dense_layers
-        defaults["dense_layers"] = absent["dense_layers"] = method.default_dense_layers(run.protocol)
+        defaults["dense_layers"] = method.default_dense_layers(run.protocol)
     # what the budget is kept by, not what was typed: samples of two rules never share a folder
     rule = "prompt" if method is None else method.effective_rule
     options["budget_of"] = "context" if rule == "context" else "prompt"
     options["budget_rule"] = rule if rule in TOKEN_RULES else "prompt"
     defaults["budget_rule"] = "prompt"
     own = {"budget": budget, "seed": run.seed}  # always in the folder's name, so never shown as changed
-    return Group(options, defaults | own, absent, added_options(RunOptions))
+    return Group(options, defaults | own, defaults, added_options(RunOptions))
