@@ -31,25 +31,21 @@ WRONG = [
 RIGHT = ["", *"--help list=methods list=tasks list=models list=experiments explain=task.length explain=recall".split()]
 
 
-def answered(typed: list[tuple[str, int]], folder: Path, first: str = "", **place: str) -> list[str]:
-    """What commands print as errors, in one process that must not import what takes seconds. typed: (words, exit code)."""
+def test_wrong_names_and_look_ups_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    """In one process, which must not import what takes seconds."""
+    typed = [*((line, 2) for line in WRONG), *((line, 0) for line in RIGHT)]
     code = (
         "import sys\n"
         "from pqcache.harness.command import main\n"
-        f"{first}\n"
         f"for line, code in {typed!r}:\n"
         "    assert main(line.split()) == code, line\n"
         "    heavy = {'torch', 'transformers', 'lm_eval', 'datasets', 'pandas'} & set(sys.modules)\n"
         "    assert not heavy, (line, heavy)\n"
     )
-    path = {**os.environ, "PYTHONPATH": str(REPO), **place}
-    done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, env=path)
+    path = {**os.environ, "PYTHONPATH": str(REPO)}
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, env=path)
     assert done.returncode == 0, done.stderr
-    return done.stderr.splitlines()
-
-
-def test_wrong_names_and_look_ups_import_neither_torch_nor_transformers(tmp_path: Path) -> None:
-    said = answered([*((line, 2) for line in WRONG), *((line, 0) for line in RIGHT)], tmp_path)
+    said = done.stderr.splitlines()
     assert len(said) == len(WRONG), said
     assert list(tmp_path.iterdir()) == []
 

@@ -70,7 +70,6 @@ class Reader:
 
     out: Path
     folder: Path  # with a small model and its tokenizer
-    seconds: dict[str, float] = field(default_factory=dict)
     failed: list[str] = field(default_factory=list)
 
     def type(self, command: str, act: Callable[[], object]) -> None:
@@ -84,8 +83,7 @@ class Reader:
             code = f"{type(error).__name__}: {error}"
         if code not in (0, None):
             self.failed.append(f"{command}: {code}")
-        self.seconds[command] = time.process_time() - start
-        print(f"{self.seconds[command]:.1f} s of CPU: {command}", file=sys.stderr)
+        print(f"{time.process_time() - start:.1f} s of CPU: {command}", file=sys.stderr)
 
     def words(self, command: str) -> list[str]:
         """What is typed behind `python run.py`: a reader's names filled in, and what makes a run small."""
@@ -137,5 +135,4 @@ def test_every_offline_command_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     }
     for name in sorted({command.split()[2] for command in typed("python -m ") if not command.startswith(NOT_HERE)}):
         reader.type(f"python -m {name}", lambda name=name: module(name, modules[name], monkeypatch))
-    print("\n".join(f"{spent:6.1f} s  {command}" for command, spent in reader.seconds.items()))
     assert reader.failed == []
