@@ -17,24 +17,24 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from pqcache.atomic import write_text  # noqa: E402
-from pqcache.fields import documented, option_fields  # noqa: E402
-from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions  # noqa: E402
-from pqcache.harness.lookup import options  # noqa: E402
-from pqcache.harness.report import any_table, fidelity, findings, trade_off  # noqa: E402
-from pqcache.harness.report import rows as row_module  # noqa: E402
-from pqcache.harness.report.rows import rows_under  # noqa: E402
-from pqcache.harness.tasks import TASKS, task_class  # noqa: E402
-from pqcache.registry import METHODS, method_class  # noqa: E402
-from pqcache.selective import Method  # noqa: E402
+from pqcache.atomic import write_text
+from pqcache.fields import documented, option_fields
+from pqcache.harness.config.options import DECODE, LAUNCHES, LM_EVAL, DecodeOptions, ModelOptions, RunOptions
+from pqcache.harness.lookup import options
+from pqcache.harness.report import any_table, fidelity, findings, trade_off
+from pqcache.harness.report import rows as row_module
+from pqcache.harness.report.rows import rows_under
+from pqcache.harness.tasks import TASKS, task_class
+from pqcache.places import REFERENCE, ROOT
+from pqcache.registry import METHODS, method_class
+from pqcache.selective import Method
 
 DOCS = ROOT / "docs"
 PICTURE = DOCS / "pocket.png"
-ROWS, HOST_ROWS, TIMED_ROWS = (ROOT / "results" / "reference" / f"pocket{part}" for part in ("", "_host", "_times"))
-REAL_ROWS = ROOT / "results" / "reference" / "real"
+ROWS, HOST_ROWS, TIMED_ROWS = (REFERENCE / f"pocket{part}" for part in ("", "_host", "_times"))
+REAL_ROWS = REFERENCE / "real"
 REAL_PICTURE, SHOWN_REAL = DOCS / "real.png", REAL_ROWS / "real_fidelity"
 MADE = "Made by `make docs`; do not edit."
 README_METHODS = ("full", "oracle", "pqcache", "clusterkv", "zipcache", "quest", "snapkv", "h2o")  # of PocketBench
