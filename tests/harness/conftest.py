@@ -1,25 +1,20 @@
 """A tiny random model with a real tokenizer in a local folder, and the harness called as from a shell."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
 
-REPO = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(REPO))  # run.py stands beside the packages
-
-import torch  # noqa: E402
-from transformers import Qwen2Config, Qwen2ForCausalLM  # noqa: E402
-
-import run  # noqa: E402
-from pqcache import selective  # noqa: E402
-from pqcache.embedded import load_tokenizer, model_dir  # noqa: E402
-from pqcache.harness.run import adapter, batches, models, runner, sharing  # noqa: E402
-from pqcache.harness.run.samples import SampleLog  # noqa: E402
-from tests.harness.cells import model_options, on_model, watch  # noqa: E402
+import run
+from pqcache import selective
+from pqcache.embedded import load_tokenizer, model_dir
+from pqcache.harness.run import adapter, batches, models, runner, sharing
+from pqcache.harness.run.samples import SampleLog
+from tests.harness.cells import model_options, on_model, watch
 
 
 def make_tiny_model(folder: Path) -> Path:
