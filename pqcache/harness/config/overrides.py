@@ -13,7 +13,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, RangeSweep
+from hydra.core.override_parser.types import ChoiceSweep, Glob, IntervalSweep, Override, QuotedString, RangeSweep
 from hydra.errors import HydraException
 from omegaconf.resolvers import oc
 
@@ -194,7 +194,8 @@ def _values(override: Override, config_dir: Path) -> list[Any]:
     """The values of an override; a sweep has several."""
     value = override.value()
     if isinstance(value, ChoiceSweep):
-        return [str(v) if override.key_or_group in GROUPS else v for v in value.list]
+        known = [v.text if isinstance(v, QuotedString) else v for v in value.list]
+        return [str(v) if override.key_or_group in GROUPS else v for v in known]
     if isinstance(value, RangeSweep):
         return list(value.range())
     if isinstance(value, Glob):
