@@ -10,11 +10,14 @@ from bs4 import BeautifulSoup
 
 import run
 from pqcache.harness.report import page
+from pqcache.harness.report.charts import charts
 from pqcache.harness.report.page import words_of
+from pqcache.harness.report.rows import Row
 from tests.harness.cells import Capture, Patch, planned
-from tests.harness.made_rows import sample
+from tests.harness.made_rows import make_rows, plan, sample
 from tests.harness.test_any_table import make_row
 
+SCORES = {"oracle": [50.0, 40.0], "quest": [20.0, 10.0]}
 HOSTILE = "</script><script>document.title='caught'</script><img src=x onerror=alert(1)>"
 
 
@@ -51,6 +54,8 @@ def test_the_page(folder: Path, monkeypatch: Patch, tmp_path: Path, capsys: Capt
     assert "python run.py model=embedded method=oracle" in text
     soup = BeautifulSoup(text, "html.parser")
     assert len(soup("script")) == 3 and not soup("img")
+    head = [cell.text for cell in soup.find(id="table")("th")]
+    assert head[5:7] == ["samples", "score"] and head[-1] == "options"  # which may be long
     assert not re.search(r"(src|href)=.?https?:", text.split("<script")[0])  # nothing is fetched
     data = json.loads(soup.script.string)
     (cell,) = data["cells"]
@@ -65,6 +70,18 @@ def test_the_page(folder: Path, monkeypatch: Patch, tmp_path: Path, capsys: Capt
     assert pq["error_y"]["visible"] and budgets["layout"]["xaxis"]["type"] == "log"
     (layers,) = [chart for chart in data["charts"] if chart["title"].endswith("tokens, by layer")]
     assert (layers["data"][0]["x"], layers["data"][0]["y"]) == ([1, 2], [0.5, 0.75])
+
+
+def test_another_haystack_has_charts_of_its_own() -> None:
+    rows: list[Row] = []
+    for haystack in ("null", "book"):
+        made = make_rows(plan(f"-m task=needle task.haystack={haystack} budget=0.2 method=oracle,quest"), SCORES)
+        rows += made.values()
+    titles = [chart["title"] for chart in charts(rows)]
+    assert {"embedded, needle: score against cache", "embedded, needle, task.haystack=book: score against cache"} <= {
+        *titles
+    }
+    assert not any("against budget" in title for title in titles)  # there is one
 
 
 def test_sub_tasks_that_are_null_cost_their_columns(monkeypatch: Patch, tmp_path: Path) -> None:

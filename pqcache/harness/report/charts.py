@@ -9,7 +9,7 @@ from typing import Any
 import pandas as pd
 
 from pqcache.harness.report import plots
-from pqcache.harness.report.any_table import BUDGET, MEASURES, Record, labels
+from pqcache.harness.report.any_table import BUDGET, MEASURES, Record, as_text, labels
 from pqcache.harness.report.frame import AVERAGE, budget_text, frame
 from pqcache.harness.report.plots import Panel, styles_of
 from pqcache.harness.report.rows import Row
@@ -31,8 +31,8 @@ BY_LAYER = {"recall_kv": "recall of the oracle's tokens", "mass": "attention mas
 def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[dict[str, Any]]:
     """All charts of these rows, seeds pooled: title, note, and plotly's data and layout. needle: heatmap.json files."""
     table = frame(rows, datasets=True, pool=True)
-    blocks = table.groupby(["model", "task"], sort=False) if len(table) else ()
-    panels = [p for _, block in blocks for p in _panels(block.to_dict("records"), table.attrs["keys"])]
+    blocks = table.groupby(_titles(table), sort=False) if len(table) else ()
+    panels = [p for title, block in blocks for p in _panels(str(title), block.to_dict("records"), table.attrs["keys"])]
     for path in sorted(needle)[:NEEDLE_MAPS]:
         with suppress(OSError, ValueError, KeyError, TypeError):  # no heat map
             stored = read_json(path)
@@ -55,15 +55,26 @@ def charts(rows: Sequence[Row], needle: Iterable[Path] = ()) -> list[dict[str, A
 # -- what is shown -----------------------------------------------------------------------------------------------------
 
 
-def _panels(records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
+def _titles(table: pd.DataFrame) -> list[str]:
+    """Each configuration's model and task, with the task's options that differ: a task of other options is other work."""
+    settings = [key for key in table.attrs["keys"] if key.startswith("task.") and key in table and key != "task.source"]
+    texts = table[["model", "task", *settings]].map(as_text)
+    told = [key for key in settings if (texts.groupby(["model", "task"])[key].nunique() > 1).any()]
+    return [
+        ", ".join([one["model"], one["task"], *(f"{key}={one[key]}" for key in told if one[key])])
+        for one in texts.to_dict("records")
+    ]
+
+
+def _panels(title: str, records: Sequence[Record], keys: Sequence[str]) -> Iterator[Panel]:
     """The panels of one model and task."""
-    title = f"{records[0]['model']}, {records[0]['task']}"
     whole = [record for record in records if record["dataset"] == AVERAGE]
     names = labels(whole, [key for key in keys if key not in ("budget", "seed", "device", "dataset")])
     marks = pd.DataFrame([_mark(record, name) for record, name in zip(whole, names, strict=True)])
     scores = marks.assign(y=marks.score)
     level = scores.assign(x=marks.budget.mask(marks.level))
-    yield _over(f"{title}: score against budget", level, BUDGET, ticks=sorted(set(level.x.dropna())))
+    if len(budgets := sorted(set(level.x.dropna()))) > 1:
+        yield _over(f"{title}: score against budget", level, BUDGET, ticks=budgets)
     memory = "MiB of cache on the device after the last step"
     for key, what, label in (("device", "cache", memory), ("tpot", "time", "TPOT, ms")):
         yield _over(f"{title}: score against {what}", scores.assign(x=marks[key])[marks[key].notna()], label)

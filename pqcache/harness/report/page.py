@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -92,27 +93,29 @@ def _table_of(views: Iterable[CellView]) -> dict[str, Any]:
     known = [view for view in views if view.row is not None]
     records = frame(view.row for view in known if view.row is not None).to_dict("records")
     shown = [MEASURES[key] for key in SHOWN if any(MEASURES[key].of(record) for record in records)]
-    head = ["model", "task", "method", "budget", "seed", "options", "samples", "score", "95 %", "to Full", "95 % "]
+    head = ["model", "task", "method", "budget", "seed", "samples", "score", "95 %", "to Full", "95 % "]
     lines = []
     for view, record in zip(known, records, strict=True):
         row: Row = record["row"]
         ratio, options = row["budget_ratio"], _changed(view)
         line: list[tuple[str, Any]] = [(row[key], row[key]) for key in ("model", "task", "method")]
         line += [(budget_text(row), row["budget_tokens"] if ratio is None else ratio), (str(row["seed"]), row["seed"])]
-        line += [(options, options), (f"{row['n_samples']}{skipped_text(row)}", row["n_samples"])]
+        line.append((f"{row['n_samples']}{skipped_text(row)}", row["n_samples"]))
         for name, show in (("score", number), ("to_full", signed)):
             value, interval = MEASURES[name].of(record), MEASURES[name].interval(record)
             full = name == "to_full" and row["method"] == "full"
             texts = ("", "") if full else (show(value), spread(value, interval, show))
             line += zip(texts, (value, interval[0] if interval else None), strict=True)
         line += [(number(value, measure.digits), value) for measure in shown for value in [measure.of(record)]]
+        line.append((options, options))
         lines.append({"id": view.name, "cells": line, "failed": not view.ended_well})
-    return {"head": [*head, *(measure.title for measure in shown)], "lines": lines}
+    return {"head": [*head, *(measure.title for measure in shown), "options"], "lines": lines}
 
 
 def _changed(view: CellView) -> str:
-    """The options that are not at their default, as the folder's name has them."""
-    return " ".join(part for part in view.name.split("__")[5:-1] if "=" in part)
+    """The options that are not at their default, as the folder's name has them; its lists have no brackets."""
+    parts = (part for part in view.name.split("__")[5:-1] if "=" in part)
+    return " ".join(re.sub(r"=-(.*)-$", r"=[\1]", part) for part in parts)
 
 
 # -- what must be known ------------------------------------------------------------------------------------------------
