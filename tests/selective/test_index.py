@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 
 from pqcache.selective import Budget, LayerContext, ModelShape
 from pqcache.selective.index import Candidates, Index, Selection
@@ -23,7 +24,7 @@ class Drawn(Index):
     """Draws positions at random, at most k per row and head, with log-weights and an estimate of the rest."""
 
     def __init__(self, method: Sampler) -> None:
-        self.method, self.draw = method, torch.Generator().manual_seed(method.seed)
+        self.method, self.draw = method, torch.Generator().manual_seed(0)
         self.chosen: Selection | None = None
 
     def select(self, q: torch.Tensor, cand: Candidates, h_kv: int, ctx: LayerContext) -> Selection:
@@ -38,12 +39,10 @@ class Drawn(Index):
         self.chosen = Selection(
             indices,
             padded=True,
-            log_weight=3 * rand(n, heads, k) if self.method.weights == "random" else None,
+            log_weight=3 * rand(n, heads, k),
             share=rand(n, h) if self.method.mean_heads else None,
             mean=rand(n, self.method.mean_heads, d) if self.method.mean_heads else None,
         )
-        if self.method.weights == "zero":
-            self.chosen = replace(self.chosen, log_weight=torch.zeros(n, heads, k))
         return self.chosen
 
 
@@ -52,9 +51,7 @@ class Sampler(RetrievalMethod):
     name: ClassVar[str] = "sampler"
 
     n_sink: int = N_SINK
-    seed: int = 0
     heads: str = "kv"
-    weights: str = "random"
     gaps: int = 0
     mean_heads: int = 0
 
@@ -62,9 +59,9 @@ class Sampler(RetrievalMethod):
         return Drawn(self)
 
 
-def one_step(method: RetrievalMethod, lengths: list[int], seed: int = 0) -> tuple[OneLayer, tuple, torch.Tensor]:
+def one_step(method: RetrievalMethod, lengths: list[int]) -> tuple[OneLayer, tuple, torch.Tensor]:
     """A layer with rows of these lengths, its q, all K and V after one step, and the step's output."""
-    draw = torch.Generator().manual_seed(seed)
+    draw = torch.Generator().manual_seed(0)
     n, s = len(lengths), max(lengths)
     k, v = (torch.randn(n, SHAPE.h_kv, s, SHAPE.d, generator=draw) for _ in "kv")
     q = torch.randn(n, SHAPE.h, 1, SHAPE.d, generator=draw)
@@ -77,26 +74,21 @@ def one_step(method: RetrievalMethod, lengths: list[int], seed: int = 0) -> tupl
 
 def reference(layer: OneLayer, q: torch.Tensor, keys: list, values: list) -> torch.Tensor:
     """softmax(logits + log_weight) over the attended tokens in float64, then the estimate: (n, 1, h, d)."""
-    index = layer.layer.index
-    assert isinstance(index, Drawn) and index.chosen is not None
-    chosen, (cand, local) = index.chosen, layer.layer.candidates()
-    out = torch.zeros(len(keys), 1, SHAPE.h, SHAPE.d, dtype=torch.float64)
+    chosen, (cand, local) = layer.layer.index.chosen, layer.layer.candidates()
+    heads = lambda x: x[row].repeat_interleave(SHAPE.h // x.shape[1], 0)  # noqa: E731
+    outs = []
     for row, (k, v) in enumerate(zip(keys, values, strict=True)):
-        length = k.shape[1]
-        for head in range(SHAPE.h):
-            mine = head * chosen.indices.shape[1] // SHAPE.h
-            weight = dict.fromkeys((*range(cand.sinks), *range(length - 1 - local[row], length)), 0.0)
-            for slot, position in enumerate(chosen.indices[row, mine].tolist()):
-                if position >= 0:
-                    weight[position] = 0.0 if chosen.log_weight is None else float(chosen.log_weight[row, mine, slot])
-            at, kv = torch.tensor(list(weight)), head // SHAPE.group
-            logits = k[kv, at].double() @ q[row, head, 0].double() * SHAPE.d**-0.5
-            probs = (logits + torch.tensor(list(weight.values()), dtype=torch.float64)).softmax(0)
-            out[row, 0, head] = probs @ v[kv, at].double()
-            if chosen.share is not None and chosen.mean is not None:
-                share, mean = float(chosen.share[row, head]), chosen.mean[row, head * chosen.mean.shape[1] // SHAPE.h]
-                out[row, 0, head] = share * out[row, 0, head] + (1 - share) * mean.double()
-    return out
+        bias = torch.full((SHAPE.h, 1, k.shape[1]), -torch.inf, dtype=torch.float64)
+        bias[..., : cand.sinks] = bias[..., k.shape[1] - 1 - local[row] :] = 0
+        for head, at, weight in zip(bias[:, 0], heads(chosen.indices), heads(chosen.log_weight).double(), strict=True):
+            head[at[at >= 0]] = weight[at >= 0]
+        given = (x[None].double() for x in (q[row], k, v))
+        outs.append(scaled_dot_product_attention(*given, bias[None], enable_gqa=True)[0])
+        if chosen.share is not None:
+            outs[-1] = torch.lerp(
+                heads(chosen.mean)[:, None].double(), outs[-1], heads(chosen.share)[:, None, None].double()
+            )
+    return torch.stack(outs).transpose(1, 2)
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
