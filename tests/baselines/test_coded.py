@@ -1,23 +1,24 @@
 """One method's choice in another method's bits: what is attended, what is stored, what it weighs."""
 
-from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from baselines.combined.coded import Coded
 from baselines.snapkv import SnapKV
 from baselines.zipcache import ZipCache
 from pqcache.api.drive import logits, tokens
-from pqcache.diagnostics import Capture
 from pqcache.pq import PQCache
 from pqcache.registry import method_class
-from pqcache.selective import Budget, SelectiveCache
+from pqcache.selective import Budget
 from pqcache.store.packed import PackedStore
+from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
 from tests.baselines.fed import Fed
+from tests.drawn import drawn
 
 QUARTER = {"budget": Budget(ratio=0.25)}
 PQ = {"n_sink": 8, "b": 4}
@@ -58,38 +59,32 @@ def test_an_evictor_drops_first_and_what_stays_is_packed(llama: PreTrainedModel,
     ],
 )
 def test_attention_over_chosen_codes_equals_a_naive_computation(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, codec: str, options: dict, dtype: torch.dtype, served: bool
+    monkeypatch: pytest.MonkeyPatch, codec: str, options: dict, dtype: torch.dtype, served: bool
 ) -> None:
     """From the whole decoded store, by a kernel where one serves: softmax over sinks, selected, window and current token."""
     pytest.importorskip("numba")
-    model = deepcopy(llama).to(dtype)
-    cache = SelectiveCache(model, Coded(**QUARTER, policy_options=PQ, codec=codec, codec_options=options))
-    layer: Any = cache.layers[0]
-    read, parts, chosen = [], [], []
-    stock = PackedStore.attend_in_place
+    stock, parts = PackedStore.attend_in_place, []
 
-    def counted(store: PackedStore, q: torch.Tensor, *args: Any) -> Any:
-        if store is layer.packed:  # before the step packs
-            read.append((q[0, :, 0], *(x[0].clone() for x in store.view())))
-        part = stock(store, q, *args)
+    def counted(*args: Any) -> Any:
+        part = stock(*args)
         parts.append(part is not None)
         return part
 
     monkeypatch.setattr(PackedStore, "attend_in_place", counted)
-    cache.watchers.append(capture := Capture())
-    cache.observers.append(lambda seen, q, selected: chosen.append(selected) if seen is layer else None)
-    logits(model, cache.method, [tokens(150, 1)], [[token] for token in tokens(12, 2)], cache=cache)
-    outs = [call.out[0, 0] for call in capture.calls if call.layer is layer and call.ctx.step.decode]
-    assert parts == [served] * 12 * len(cache.layers)
-    for (q, k, v), out, selected in zip(read, outs, chosen, strict=True):
-        length = k.shape[1]
-        scores = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)) * 16**-0.5
-        mask = torch.zeros(2, length, dtype=torch.bool)
-        mask[:, :8] = mask[:, length - 1 - selected.local[0] :] = True
-        mask.scatter_(1, selected.indices[0], True)
-        weights = scores.masked_fill(~mask.repeat_interleave(2, 0), -torch.inf).softmax(-1)
-        want = torch.einsum("hm,hmd->hd", weights, v.repeat_interleave(2, 0))
-        torch.testing.assert_close(out, want, rtol=1e-5, atol=1e-5)
+    q, k, v = (drawn(seed, 1, heads, 162, 16, dtype=dtype) for seed, heads in enumerate((4, 2, 2)))
+    method = Coded(**QUARTER, policy_options=PQ, codec=codec, codec_options=options)
+    one = OneLayer(method, k[:, :, :150], v[:, :, :150], 4, q=q[:, :, :150])
+    for t in range(150, 162):
+        new = [x[:, :, t : t + 1] for x in (q, k, v)]
+        # the new token is packed after the step
+        keys, values = (torch.cat(pair, 2) for pair in zip(one.layer.packed.view(), new[1:], strict=True))
+        out, selected = one.step(*new), one.layer.selected
+        mask = torch.zeros(1, 2, t + 1, dtype=torch.bool)
+        mask[..., :8] = mask[..., t - selected.local[0] :] = True
+        mask = mask.scatter(2, selected.indices, True).repeat_interleave(2, 1)[:, :, None]
+        want = scaled_dot_product_attention(new[0], keys, values, mask, enable_gqa=True)
+        torch.testing.assert_close(out, want.transpose(1, 2), rtol=1e-5, atol=1e-5)
+    assert parts == [served] * 12
 
 
 @pytest.mark.rest

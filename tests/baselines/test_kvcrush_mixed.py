@@ -4,14 +4,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from baselines.combined.kvcrush_mixed import KVCrushMixed, SplitStore
 from baselines.kvcrush import KVCrush
-from pqcache.api.drive import logits, tokens
-from pqcache.selective import Budget, SelectiveCache
-from pqcache.selective.layer import WatchedCall, Watcher
+from pqcache.selective import Budget
+from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
+from tests.drawn import drawn
 
 QUARTER = {"budget": Budget(ratio=0.25), "base_options": {"n_sink": 4, "w": 8}}
 KINDS: list[dict[str, Any]] = [
@@ -31,10 +32,10 @@ def alone(kind: dict[str, Any]) -> KVCrush:
     return KVCrush(**{**QUARTER, **{key: x for key, x in kind.items() if key not in ("bits", "group", "keys")}})
 
 
-def by_position(layer: Any, row: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """K and V of one row in the order of positions, (h_kv, m, d)."""
-    order = layer.where(layer.store.lengths)[row, :, : layer.store.lengths[row]].argsort(-1)[..., None]
-    k, v = (x[row].gather(1, order.expand(-1, -1, x.shape[3])) for x in layer.store.view())
+def by_position(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the first row in the order of positions, (h_kv, m, d)."""
+    order = layer.where(layer.store.lengths)[0, :, : layer.store.lengths[0]].argsort(-1)[..., None]
+    k, v = (x[0].gather(1, order.expand(-1, -1, x.shape[3])) for x in layer.store.view())
     return k, v
 
 
@@ -59,27 +60,18 @@ def test_the_same_tokens_stay_and_only_representatives_are_coded(llama: PreTrain
 
 
 @pytest.mark.parametrize("kind", KINDS[:3], ids=str)
-def test_attention_equals_a_naive_computation(llama: PreTrainedModel, kind: dict[str, Any]) -> None:
+def test_attention_equals_a_naive_computation(kind: dict[str, Any]) -> None:
     """Softmax over everything held, decoded; rows of different length, one without representatives."""
-    cache = SelectiveCache(llama, small(kind))
-    layer: Any = cache.layers[0]
-    steps = []
-
-    class Spy(Watcher):
-        def watch(self, call: WatchedCall) -> None:
-            if call.layer is layer and call.ctx.step.decode:
-                keys, values = layer.store.view()
-                for row, length in enumerate(layer.store.lengths):
-                    key, value = (x[row, :, :length].repeat_interleave(2, 0) for x in (keys, values))
-                    weights = (torch.einsum("hd,hmd->hm", call.q[row, :, 0], key) * call.ctx.scaling).softmax(-1)
-                    steps.append((call.out[row, 0], torch.einsum("hm,hmd->hd", weights, value)))
-
-    cache.watchers.append(Spy())
-    rows = [tokens(150, 1), tokens(4, 2), tokens(61, 3)]
-    logits(llama, cache.method, rows, [[token] * 3 for token in tokens(6, 4)], cache=cache)
-    assert len(steps) == 18 and layer.store.packed.lengths[1] == 0 < min(layer.store.packed.lengths[0::2])
-    for got, expected in steps:
-        torch.testing.assert_close(got, expected)
+    q, k, v = (drawn(heads, 3, heads, 156, 16, dtype=torch.float64) for heads in (4, 2, 2))
+    one = OneLayer(small(kind), k[:, :, :150], v[:, :, :150], 4, [150, 4, 61], q[:, :, :150])
+    store = one.layer.store
+    for t in range(150, 156):
+        out = one.step(*(x[:, :, t : t + 1] for x in (q, k, v)))
+        keys, values = store.view()
+        mask = torch.arange(keys.shape[2]) < torch.tensor(store.lengths)[:, None, None, None]
+        want = scaled_dot_product_attention(q[:, :, t : t + 1], keys, values, mask, enable_gqa=True)
+        torch.testing.assert_close(out, want.transpose(1, 2))
+    assert store.packed.lengths[1] == 0 < min(store.packed.lengths[0::2])
 
 
 def test_a_new_turn_chooses_and_codes_again(llama: PreTrainedModel) -> None:
