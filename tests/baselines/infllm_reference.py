@@ -1,81 +1,30 @@
-"""InfLLM from scratch: a layer on its own, fed with drawn q, k and v, and a slow reference of the whole algorithm."""
+"""InfLLM from scratch: a slow reference of the whole algorithm, and a layer of the small model to compare with it."""
 
-import functools
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
-from transformers import LlamaConfig
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaRotaryEmbedding
 
 from baselines.infllm import InfLLM
-from pqcache.selective import Budget, rope
-from pqcache.selective.layer import LayerContext, Step
-from pqcache.selective.ledger import Ledger
-from pqcache.selective.shape import ModelShape
-from pqcache.selective.support import attention_kernel
-from tests.drawn import drawn as drawn_in
+from pqcache.api.drive import Session, small_model, tokens
+from pqcache.selective import Budget, SelectiveCache, attach, rope
+from pqcache.selective.layer import WatchedCall, Watcher
+from tests.invariants.cases import ARCHITECTURES
 
-D = 8
 HALF = Budget(ratio=0.5)  # not the no-op; sizes are given explicitly
 
 
-drawn = functools.partial(drawn_in, dtype=torch.float64)
+class Seen(Watcher):
+    """Every call of the second layer: its queries and keys before RoPE, its values and outputs, (n, heads, t, d)."""
 
+    def __init__(self) -> None:
+        self.calls: list[tuple[torch.Tensor, ...]] = []
 
-class Driver:
-    """One layer on its own: left-padded rows of given q, k, v before RoPE, as one prompt, then turns and decode steps."""
-
-    def __init__(self, method: InfLLM, h: int, h_kv: int, dtype: torch.dtype, d: int = D) -> None:
-        config = LlamaConfig(hidden_size=h * d, num_attention_heads=h, num_key_value_heads=h_kv, head_dim=d)
-        self.rotary = LlamaRotaryEmbedding(config)
-        with torch.device("meta"):  # its weights play no part
-            self.module = LlamaAttention(config, 0).eval()
-        self.ledger = Ledger()
-        kernel = attention_kernel("sdpa")[1]
-        self.cache: Any = SimpleNamespace(
-            ledger=self.ledger,
-            watchers=[],
-            observers=[lambda layer, *_: self.seen.append(layer.selected)],
-            attn="sdpa",
-            accelerator=None,
-            kernel=kernel,
-            resident_bytes=dict,
-        )
-        self.seen: list[Any] = []
-        self.layer = method.make_layer(0, ModelShape(1, h, h_kv, d))
-        self.dtype, self.d, self.past, self.columns = dtype, d, [], 0
-
-    def context(self, step: Step, t: int, n: int) -> tuple[LayerContext, torch.Tensor]:
-        first = torch.tensor([p - (t - c) for p, c in zip(step.past, step.counts)])
-        at = (first[:, None] + torch.arange(t)).clamp_min(0)
-        cos, sin = self.rotary(torch.zeros(1, dtype=self.dtype), position_ids=at)
-        nothing: Any = None
-        ctx = LayerContext(0, self.module, self.cache, nothing, cos, sin, at, [], self.rotary, step)
-        ctx.scaling = self.d**-0.5
-        return ctx, at
-
-    def feed(self, q, k, v, lengths: list[int], *, decode: bool = False) -> torch.Tensor:
-        """q (n, h, t, d), k, v (n, h_kv, t, d), row r's last lengths[r] columns real. Returns (n, t, h, d)."""
-        n, t = q.shape[0], q.shape[2]
-        past = self.past or [0] * n
-        final = [a + b for a, b in zip(past, lengths)]
-        step = Step(decode, t, past, lengths, final, ends_prompt=not decode, first=self.columns == 0)
-        self.layer.check_step(step)
-        self.ledger.decoding = decode
-        ctx, _ = self.context(step, t, n)
-        turned = [rope.rotate(self.module, x.to(self.dtype), ctx.cos, ctx.sin).to(self.dtype) for x in (q, k)]
-        mask = None
-        if step.padded:
-            pads = torch.tensor([t - c for c in lengths])[:, None, None]
-            query, key = torch.arange(t)[:, None], torch.arange(t)[None]
-            mask = (((key <= query) & (key >= pads)) | (query < pads))[:, None]
-        out = self.layer.attend(*turned, v.to(self.dtype), mask, ctx)
-        self.past, self.columns = step.total, self.columns + t
-        if decode:
-            self.ledger.end_step()
-        return out
+    def watch(self, call: WatchedCall) -> None:
+        ctx = call.ctx
+        if ctx.layer_idx == 1:
+            q, k = (rope.unrotate(ctx.module, x, ctx.cos, ctx.sin) for x in (call.q, call.k))
+            self.calls.append((q, k, call.v, call.out.transpose(1, 2)))
 
 
 def turn(x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
@@ -157,25 +106,27 @@ def make(hyper: dict[str, Any], **extra: Any) -> InfLLM:
     return InfLLM(**{**hyper, "reps": min(hyper["reps"], hyper["block"])})
 
 
+@torch.no_grad()
 def run(
-    method: InfLLM, seed: int, lengths: list[int], group: int, dtype: torch.dtype, again: int = 7, steps: int = 9
+    method: InfLLM, seed: int, lengths: list[int], group: int, again: int = 7, steps: int = 9
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """A prompt, `steps` tokens, a turn of `again`, and `steps` more: outputs per row (tokens, h, d), and the reference's."""
-    n, h_kv, longest = len(lengths), 2, max(lengths)
-    total = longest + 2 * steps + again
-    q, k, v = (drawn(seed + i, n, heads, total, D) * 2 for i, heads in enumerate((2 * group, h_kv, h_kv)))
-    driver = Driver(method, 2 * group, h_kv, dtype)
-    outs, at = [], longest
-    outs.append(driver.feed(*(x[:, :, :longest] for x in (q, k, v)), lengths))
-    for count in (1,) * steps + (again,) + (1,) * steps:
-        part = [x[:, :, at : at + count] for x in (q, k, v)]
-        outs.append(driver.feed(*part, [count] * n, decode=count == 1))
-        at += count
-    got = torch.cat(outs, 1).double()
+    model = small_model(ARCHITECTURES[{1: "llama-mha", 2: "llama"}[group]]()).float()
+    cache, n = SelectiveCache(model, method), len(lengths)
+    cache.watchers.append(seen := Seen())
+    with attach(model):
+        session = Session(model, cache, [tokens(length, seed + row) for row, length in enumerate(lengths)])
+        answer = [[token] * n for token in tokens(steps, seed)]
+        for column in answer:
+            session.step(column)
+        session.turn([tokens(again, seed + 5)] * n)
+        for column in answer:
+            session.step(column)
+    q, k, v, out = (torch.cat(parts, 2).double() for parts in zip(*seen.calls, strict=True))
     mine, naive = [], []
     for row, length in enumerate(lengths):
-        real = slice(longest - length, None)
-        mine.append(got[row, real])
+        real = slice(max(lengths) - length, None)
+        mine.append(out[row, :, real].transpose(0, 1))
         phases = [("prompt", length), ("decode", steps), ("prompt", again), ("decode", steps)]
         naive.append(reference(method, q[row, :, real], k[row, :, real], v[row, :, real], phases))
     return mine, naive

@@ -22,7 +22,7 @@ def test_the_whole_algorithm_equals_a_slow_reference(planned: bool, pick: Pick) 
     """
     more = {"n_local": None, "topk": None, "budget": Budget(ratio=pick(0.1, 0.9))} if planned else {}
     method, again = make(pick.data.draw(hypers), **more), pick(2, 60) if planned else 7
-    mine, naive = run(method, pick.seed, pick.some(1, 60), pick([1, 2]), torch.float32, again)
+    mine, naive = run(method, pick.seed, pick.some(1, 60), pick([1, 2]), again)
     torch.testing.assert_close(mine, naive, rtol=1e-3, atol=1e-4)
 
 

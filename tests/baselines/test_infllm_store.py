@@ -6,16 +6,16 @@ from transformers import PreTrainedModel
 
 from baselines.infllm import InfLLM
 from baselines.infllm.block_store import HostBlockStore
-from pqcache.api.drive import Session, tokens
-from pqcache.selective import SelectiveCache, attach
-from tests.baselines.infllm_reference import HALF, drawn
+from tests.baselines.drive import run
+from tests.baselines.infllm_reference import HALF
+from tests.drawn import drawn
 
 
 def test_least_recently_used_blocks_make_room() -> None:
     """Two blocks stay, and all that a step asks for. Blocks of 3 tokens, two heads of 4 numbers: 192 bytes each."""
     moved: dict[str, int] = {"fetch": 0, "write_back": 0}
     count = lambda kind, nbytes: moved.update({kind: moved[kind] + nbytes})  # noqa: E731
-    store, (k, v) = HostBlockStore(1, torch.zeros(1, 2, 0, 4), 3, 1, 2, count), drawn(0, 2, 2, 30, 4).float()
+    store, (k, v) = HostBlockStore(1, torch.zeros(1, 2, 0, 4), 3, 1, 2, count), drawn(0, 2, 2, 30, 4)
     store.put(0, k, v)
     assert moved["write_back"] == 10 * 192
     there = 0  # blocks of ten, of which as many chosen at random would have found theirs
@@ -34,13 +34,8 @@ def test_least_recently_used_blocks_make_room() -> None:
 
 def test_prefill_loads_land_in_the_prefill_table(llama: PreTrainedModel) -> None:
     method = InfLLM(n_init=4, n_local=16, topk=2, block=4, exc_block=8, store="host", max_cached_blocks=2, budget=HALF)
-    cache = SelectiveCache(llama, method)
-    with attach(llama), torch.no_grad():
-        session = Session(llama, cache, [tokens(90, 1)])
-        written = 3 * ((90 - 16 - 4) // 4) * 2 * 2 * 4 * 16 * 8
-        assert cache.ledger.prefill_moved["write_back"] == written
-        assert cache.ledger.prefill_moved["fetch"] > 0 and not cache.ledger.moved
-        for token in tokens(8, 2):
-            session.step([token])
-    assert cache.ledger.moved["write_back"] == 3 * 2 * 2 * 2 * 4 * 16 * 8  # two blocks of four evictions, per layer
-    assert 0 < cache.ledger.facts["cache_chance_rate"] < 1
+    prompt, ledger = (run(llama, method, 90, steps).ledger for steps in (0, 8))
+    assert prompt.prefill_moved["write_back"] == 3 * ((90 - 16 - 4) // 4) * 2 * 2 * 4 * 16 * 8
+    assert prompt.prefill_moved["fetch"] > 0 and not prompt.moved
+    assert ledger.moved["write_back"] == 3 * 2 * 2 * 2 * 4 * 16 * 8  # two blocks of four evictions, per layer
+    assert 0 < ledger.facts["cache_chance_rate"] < 1
