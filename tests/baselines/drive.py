@@ -1,5 +1,6 @@
 """What an eviction method's tests share: one run of the small model, and what its layers hold afterwards."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,10 +16,19 @@ from pqcache.selective.scorer import Prompt
 
 @torch.no_grad()
 def run(
-    model: PreTrainedModel, method: Method, s: int, steps: int = 0, chunk: int | None = None, turn: int = 0
+    model: PreTrainedModel,
+    method: Method,
+    s: int,
+    steps: int = 0,
+    chunk: int | None = None,
+    turn: int = 0,
+    observers: Sequence[Any] = (),
+    watchers: Sequence[Any] = (),
 ) -> SelectiveCache:
     """Prompt of s tokens, `steps` generated ones, and a new turn of `turn` tokens."""
     cache = SelectiveCache(model, method)
+    cache.observers.extend(observers)
+    cache.watchers.extend(watchers)
     with attach(model):
         session = Session(model, cache, [tokens(s, 1)], chunk)
         for token in tokens(steps, 2):

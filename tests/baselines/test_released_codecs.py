@@ -9,8 +9,9 @@ from baselines.gear.blocks import split_outliers
 from baselines.kivi import KIVI
 from baselines.zipcache import ZipCache
 from baselines.zipcache.probes import ProbeRule
-from pqcache.api.drive import Session, tokens
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.diagnostics import Capture
+from pqcache.selective import Budget
+from tests.baselines.drive import run
 from tests.baselines.fed import Fed
 from tests.baselines.test_gear import by_hand
 from tests.drawn import drawn
@@ -79,34 +80,15 @@ def test_random_probes_are_drawn_with_replacement_in_every_layer() -> None:
     assert ProbeRule(layer=3).positions(840) == ProbeRule().positions(840)
 
 
-@torch.no_grad()
-def test_zipcache_ranks_generated_tokens_as_its_release(
-    llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_zipcache_ranks_generated_tokens_as_its_release(llama: PreTrainedModel) -> None:
     """Generated tokens by the last one's attention alone."""
-    s, method = 140, ZipCache(**FIFTH, gap=20, protocol="release")
-    cache = SelectiveCache(llama, method)
-    layer, queries = cache.layers[1], []
-    cache.observers.append(lambda at, q, selected: queries.append(q.clone()) if at is layer else None)
-    with attach(llama):
-        session = Session(llama, cache, [tokens(s, 1)])
-        store = layer.store
-        for token in tokens(19, 2):
-            session.step([token])
-        held = store.k.view()[0].clone()
-        assert store.k.tails == [19] and not store.sums[..., :19].any()  # no probe yet
-        packed: list[torch.Tensor] = []
-        announce = store.widths.announce
-        monkeypatch.setattr(
-            store.widths, "announce", lambda coming, salient: (packed.extend(coming), announce(coming, salient))[1]
-        )
-        tail = store.k.append
-        new: list[torch.Tensor] = []
-        monkeypatch.setattr(store.k, "append", lambda x, counts: (new.append(x.clone()), tail(x, counts))[1])
-        session.step([5])
-    keys = torch.cat([held, new[0][0]], 1)
-    logits = torch.einsum("hd,hmd->hm", queries[-1][0, :, 0], keys.repeat_interleave(2, 0)) * keys.shape[2] ** -0.5
+    s, method, seen = 140, ZipCache(**FIFTH, gap=20, protocol="release"), Capture()
+    before, packed = (run(llama, method, s, steps, watchers=[seen]).layers[1].store for steps in (19, 20))
+    assert before.k.tails == [19] and not before.sums[..., :19].any()  # no probe yet
+    call = seen.calls[-2]  # of three layers
+    keys = torch.cat([before.k.view()[0], call.k[0]], 1)
+    logits = torch.einsum("hd,hmd->hm", call.q[0, :, 0], keys.repeat_interleave(2, 0)) * keys.shape[2] ** -0.5
     want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, s:]
     for head in range(2):
         best = want[head].sort(descending=True, stable=True).indices[:12]  # int(0.4 * 20) = 8 are regular
-        assert set(packed[0][head].nonzero().flatten().tolist()) == set(best.tolist())
+        assert set(packed.widths.bits()[0, head, s:].nonzero().flatten().tolist()) == set(best.tolist())

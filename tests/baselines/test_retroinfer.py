@@ -6,19 +6,18 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.retroinfer import RetroInfer
-from pqcache.api.drive import Session, tokens
 from pqcache.diagnostics import Capture
-from pqcache.selective import Budget, SelectiveCache, attach
+from pqcache.selective import Budget
 from tests.baselines.drive import run
 
 S, SINKS, LOCAL, SIZE, UPDATE = 204, 4, 9, 4, 8
 
 
-def clusters(x: torch.Tensor, c: int, rounds: int = 10) -> list[torch.Tensor]:
+def clusters(x: torch.Tensor, c: int) -> list[torch.Tensor]:
     """Members of each cluster of one head's keys x (t, d)."""
     x = x - x.mean(0)
     centers = x[[int((i + 0.5) * len(x) / c) for i in range(c)]]
-    for _ in range(rounds - 1):
+    for _ in range(9):
         codes = (x @ centers.T).argmax(-1)
         means = [x[codes == i].mean(0) for i in range(c)]
         centers = torch.stack([center if m.isnan().any() else m / m.norm() for m, center in zip(means, centers)])
@@ -27,20 +26,13 @@ def clusters(x: torch.Tensor, c: int, rounds: int = 10) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("total", [40, LOCAL])  # of 200 tokens; the window alone: no cluster is retrieved
-@torch.no_grad()
 def test_zones_of_a_step(llama: PreTrainedModel, total: int) -> None:
     budget = Budget(ratio=total / 200)
     method = RetroInfer(budget=budget, tokens_per_cluster=SIZE, recent=LOCAL, n_sink=SINKS, update=UPDATE)
-    cache, watcher, ends = SelectiveCache(llama, method), Capture(), []
-    with attach(llama):
-        session = Session(llama, cache, [tokens(S, 1)])
-        cache.watchers.append(watcher)
-        cache.observers.append(lambda layer, q, selected: ends.append((layer.layer_idx, selected.candidates.ends[0])))
-        chosen = []
-        cache.observers.append(lambda layer, q, selected: chosen.append(selected.indices[0]))
-        for token in tokens(UPDATE + 3, 2):
-            session.step([token])
-    call, index = watcher.calls[0], cache.layers[0].index
+    watcher, chosen = Capture(), []
+    note = lambda layer, q, selected: chosen.append(selected) if layer.layer_idx == 0 else None  # noqa: E731
+    index = run(llama, method, S, UPDATE + 3, observers=[note], watchers=[watcher]).layers[0].index
+    call = next(call for call in watcher.calls if call.ctx.step.decode)
     k, v = (torch.cat([x[0], y[0]], 1) for x, y in zip(run(llama, Full(), S).layers[0].store.view(), (call.k, call.v)))
     c = (S - SINKS - LOCAL) // SIZE + 1  # 191 tokens: 48 clusters
     for head in range(2):
@@ -50,7 +42,7 @@ def test_zones_of_a_step(llama: PreTrainedModel, total: int) -> None:
         rank = (q @ means[0].T).softmax(-1).sum(0).argsort(descending=True).tolist()
         count = int((torch.tensor([len(found[i]) for i in rank]).cumsum(0) <= total - LOCAL).sum())
         exact = sorted(int(at) + SINKS for i in rank[:count] for at in found[i])
-        assert sorted(i for i in chosen[0][head].tolist() if i >= 0) == exact
+        assert sorted(i for i in chosen[0].indices[0, head].tolist() if i >= 0) == exact
         near, rest = [*range(SINKS), *exact, *range(S - LOCAL, S + 1)], rank[count : count + round(0.232 * c)]
         weights = torch.tensor([1] * len(near) + [len(found[i]) for i in rest])
         keys, values = (torch.cat([x[head, near], mean[rest]]) for x, mean in zip((k, v), means))
@@ -61,4 +53,4 @@ def test_zones_of_a_step(llama: PreTrainedModel, total: int) -> None:
     new = UPDATE // SIZE  # clusters of two float64 means and a size, an int32 position of each token
     size = 2 * ((c + new) * (2 * 16 * 8 + 4) + (S - SINKS - LOCAL + UPDATE) * 4)
     assert sum(x.nbytes for x in index.tensors()["device"]) == size
-    assert [end for layer, end in ends if layer == 0] == [S - LOCAL] * UPDATE + [S - LOCAL + UPDATE] * 3
+    assert [selected.candidates.ends[0] for selected in chosen] == [S - LOCAL] * UPDATE + [S - LOCAL + UPDATE] * 3

@@ -6,8 +6,7 @@ from transformers import PreTrainedModel
 
 from baselines.full import Full
 from baselines.shadowkv import ShadowKV
-from pqcache.api.drive import Session, tokens
-from pqcache.selective import Budget, SelectiveCache, attach, rope
+from pqcache.selective import Budget, rope
 from pqcache.selective.index import Selected
 from tests.baselines.drive import run
 
@@ -32,13 +31,10 @@ def test_keys_are_the_best_of_their_rank(llama: PreTrainedModel, rank: int) -> N
         torch.testing.assert_close(got[:prefix], best[:prefix], rtol=1e-6, atol=1e-6)
 
 
-@torch.no_grad()
 def test_chunks_and_bytes_of_a_step(llama: PreTrainedModel) -> None:
-    method = make(12, protocol="paper")
-    cache, calls = SelectiveCache(llama, method), []
-    cache.observers.append(lambda layer, q, selected: calls.append((layer, q, selected)))
-    with attach(llama):
-        Session(llama, cache, [tokens(S, 1)]).step([5])
+    calls = []
+    note = lambda layer, q, selected: calls.append((layer, q, selected))  # noqa: E731
+    cache = run(llama, make(12, protocol="paper"), S, 1, observers=[note])
     layer, q, selected = calls[0]
     assert isinstance(selected, Selected) and selected.indices is not None
     k = run(llama, Full(), S).layers[0].store.view()[0]

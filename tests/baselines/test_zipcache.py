@@ -65,14 +65,6 @@ def test_special_tokens_are_found_in_the_tokenizer() -> None:
     assert named.rule().special_ids == (3,)
 
 
-def shares(q: torch.Tensor, k: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Causal attention (h, s, s), naively."""
-    g = q.shape[0] // k.shape[0]
-    logits = q @ k.repeat_interleave(g, 0).transpose(-1, -2) * scaling
-    future = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(1)
-    return logits.masked_fill(future, -torch.inf).softmax(-1)
-
-
 @pytest.mark.parametrize("switch", [contextlib.nullcontext, kernels.plain_torch])
 @examples(6)
 def test_probe_sums_equal_the_definition(switch: Any, pick: Pick) -> None:
@@ -82,9 +74,9 @@ def test_probe_sums_equal_the_definition(switch: Any, pick: Pick) -> None:
     sums = torch.zeros(2, s)
     with switch():
         add_probe_sums(sums, q[:, probes], k, [p + 1 for p in probes], 0.3)
-    torch.testing.assert_close(
-        sums, shares(q, k, 0.3)[:, probes].sum(1).unflatten(0, (2, g)).sum(1), atol=1e-5, rtol=1e-4
-    )
+    logits = q.unflatten(0, (2, g)) @ k[:, None].mT * 0.3
+    shares = logits.masked_fill(torch.ones(s, s, dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
+    torch.testing.assert_close(sums, shares[:, :, probes].sum((1, 2)), atol=1e-5, rtol=1e-4)
 
 
 @pytest.mark.parametrize(
@@ -142,42 +134,25 @@ def test_packing_every_gap_tokens(llama: PreTrainedModel) -> None:
                 assert (~bits[row, :, s + 10 * block : s + 10 * block + 10]).sum(-1).tolist() == [4, 4]
 
 
-@torch.no_grad()
 def test_generated_tokens_are_judged_by_their_probes(llama: PreTrainedModel) -> None:
     """gap 20: the last step and one random one. The sums are the probes' shares of everything held at their step."""
     method = ZipCache(**FIFTH, gap=20, recompress="segment")
-    cache = SelectiveCache(llama, method)
-    layer = cache.layers[0]
     queries: list[torch.Tensor] = []
-    cache.observers.append(lambda seen, q, selected: queries.append(q.clone()) if seen is layer else None)
-    with attach(llama):
-        session = Session(llama, cache, [tokens(60, 1)])
-        for token in tokens(19, 2):
-            session.step([token])
-        store = layer.store
-        probes = method.rule().positions(20, 60)
-        assert len(probes) == 2 and probes[1] == 19
-        k = store.k.view()[0]  # decoded body, exact tail
-        q = queries[probes[0]][0, :, 0]  # (h, d)
-        logits = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)[:, : 61 + probes[0]]) * q.shape[1] ** -0.5
-        want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, 60:]
-        torch.testing.assert_close(store.sums[0, :, : probes[0] + 1], want)
-        assert store.seen_by[0, 0].tolist()[:19] == [1] * (probes[0] + 1) + [0] * (18 - probes[0])
-        session.step([5])
-        assert store.k.tails == [0] and store.sums.shape[2] == 0
+    note = lambda layer, q, selected: queries.append(q.clone()) if layer.layer_idx == 0 else None  # noqa: E731
+    store, packed = (run(llama, method, 60, steps, observers=[note]).layers[0].store for steps in (19, 20))
+    probes = method.rule().positions(20, 60)
+    assert len(probes) == 2 and probes[1] == 19
+    k = store.k.view()[0]  # decoded body, exact tail
+    q = queries[probes[0]][0, :, 0]  # (h, d)
+    logits = torch.einsum("hd,hmd->hm", q, k.repeat_interleave(2, 0)[:, : 61 + probes[0]]) * q.shape[1] ** -0.5
+    want = logits.softmax(-1).unflatten(0, (2, 2)).sum(1)[:, 60:]
+    torch.testing.assert_close(store.sums[0, :, : probes[0] + 1], want)
+    assert store.seen_by[0, 0].tolist()[:19] == [1] * (probes[0] + 1) + [0] * (18 - probes[0])
+    assert packed.k.tails == [0] and packed.sums.shape[2] == 0
 
 
-@torch.no_grad()
 def test_a_new_turn_keeps_old_widths(llama: PreTrainedModel) -> None:
-    cache = SelectiveCache(llama, ZipCache(**FIFTH))
-    with attach(llama):
-        session = Session(llama, cache, [tokens(50, 1)])
-        for token in tokens(7, 2):
-            session.step([token])
-        store = cache.layers[1].store
-        old = store.widths.bits()[..., :50].clone()
-        assert store.k.tails == [7]
-        session.turn([tokens(30, 3)])
-        assert store.k.body == [87] and store.k.tails == [0]
-        assert torch.equal(store.widths.bits()[..., :50], old)
-        assert (~store.widths.bits()[..., 50:87]).sum(-1).tolist() == [[int(0.4 * 37)] * 2]
+    before, store = (run(llama, ZipCache(**FIFTH), 50, 7, turn=turn).layers[1].store for turn in (0, 30))
+    assert before.k.tails == [7] and store.k.tails == [0] and store.k.body == [87]
+    assert torch.equal(store.widths.bits()[..., :50], before.widths.bits()[..., :50])
+    assert (~store.widths.bits()[..., 50:87]).sum(-1).tolist() == [[int(0.4 * 37)] * 2]
