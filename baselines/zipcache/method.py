@@ -23,7 +23,7 @@ Deviations:
 """
 
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from transformers import PreTrainedTokenizerBase
 
@@ -75,5 +75,5 @@ class ZipCache(SalientMethod):
             raise ValueError("special_ids=[]: allowed is a list of token ids, or call know_tokenizer first")
         return ProbeRule(self.probes, self.recent_share, self.random_share, self.seed, ids or ())
 
-    def saliency_norm(self) -> str:
-        return str(self.norm)
+    def store_options(self) -> dict[str, Any]:
+        return {"norm": self.norm}

@@ -18,7 +18,7 @@ Deviations:
 """
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from pqcache.fields import Share, added
 
@@ -43,11 +43,5 @@ class MiKV(SalientMethod):
     def rule(self) -> ProbeRule:
         return ProbeRule("all")
 
-    def saliency_norm(self) -> str:
-        return "none"
-
-    def newest_share(self) -> float:
-        return self.recent_ratio or 0.0
-
-    def is_balanced(self) -> bool:
-        return self.balancer
+    def store_options(self) -> dict[str, Any]:
+        return {"norm": "none", "newest": self.recent_ratio or 0.0, "balance": self.balancer}

@@ -97,17 +97,9 @@ class SalientMethod(QuantizationMethod):
         """`rule` in one layer."""
         return replace(self.rule(), repeats=self.protocol == "release", layer=layer_idx)
 
-    def saliency_norm(self) -> str:
-        """What sums of attention are divided by, see SalientStore."""
-        return "probes"
-
-    def newest_share(self) -> float:
-        """Share of the salient tokens that are the newest ones, whatever attention they received."""
-        return 0.0
-
-    def is_balanced(self) -> bool:
-        """Whether key channels are scaled by the queries' before they are quantized."""
-        return False
+    def store_options(self) -> dict[str, Any]:
+        """What the method alone says of its SalientStore: norm, newest, balance."""
+        raise NotImplementedError
 
     def published_ratio(self, tokens: int, shape: ModelShape) -> float | None:
         """With the paper's 8 rows and 4096 channels, whatever the model has; see baselines/zipcache/accounting.py."""
@@ -121,12 +113,12 @@ class SalientMethod(QuantizationMethod):
     def make_store(self, layer_idx: int, shape: ModelShape) -> PackedStore:
         if self.budget.is_everything:
             return PackedStore(*(PackedStream(ExactCodec(), KeepNewest(0)) for _ in "kv"))
-        widths, (by_k, by_v) = Widths(), GRANULARITIES[self.granularity]
+        widths, (by_k, by_v), own = Widths(), GRANULARITIES[self.granularity], self.store_options()
 
         def stream(by: str, of_keys: bool) -> PackedStream:
             bits, segment = (self.bits_high, self.bits_low), self.recompress == "segment"
             codec = MixedCodec(bits, by, widths, owner=of_keys, segment=segment, group=self.group)
-            codec.balanced = of_keys and self.is_balanced()
+            codec.balanced = of_keys and own.get("balance", False)
             return PackedStream(codec, lambda tail: tail if tail >= self.gap else 0)
 
         return SalientStore(
@@ -135,10 +127,8 @@ class SalientMethod(QuantizationMethod):
             widths,
             ratio=self.salient_share,
             rule=self.layer_rule(layer_idx),
-            norm=self.saliency_norm(),
             scope=self.scope,
             gap=self.gap,
-            newest=self.newest_share(),
-            balance=self.is_balanced(),
             last_step=self.protocol == "release",
+            **own,
         )
