@@ -1,6 +1,7 @@
 """KVCrush: signatures, distances, buckets and the split of the budget, around any of its evictors."""
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -130,9 +131,7 @@ def test_published_splits(options: dict[str, Any], s: int, layer: int, plan: Pla
 
 def test_budget_bits_are_the_bases_choice() -> None:
     """With room for 5 important tokens, each query head's bits mark its 5 best."""
-    seen: list[torch.Tensor] = []
     method = crush(bit_quantile="budget", reps=3)
-    distance = method.distance
-    method.distance = lambda bits, layer_idx: distance(seen.append(bits) or bits, layer_idx)  # type: ignore[method-assign]
-    choose(method, random_scores(4, 50, 2), Plan(0, 2, 8))
-    assert seen[0].sum(-1).tolist() == [5] * 4
+    with patch.object(method, "distance", wraps=method.distance) as distance:
+        choose(method, random_scores(4, 50, 2), Plan(0, 2, 8))
+    assert distance.call_args_list[0].args[0].sum(-1).tolist() == [5] * 4

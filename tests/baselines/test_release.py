@@ -1,5 +1,7 @@
 """protocol=release of the evictors, against values worked out by hand from the authors' code."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 from transformers import PreTrainedModel
@@ -67,13 +69,11 @@ def test_a_bit_per_kv_head() -> None:
         [[8, 1, 7, 2, 6, 3, 5, 4], [2, 1, 1, 2, 2, 1, 1, 2], [8, 7, 6, 5, 4, 3, 2, 1], [1, 1, 9, 9, 1, 1, 9, 9]]
     ).float()
     method = KVCrush(base="h2o", base_options={"n_sink": 0}, signature="kv", reps=3, anchor="alternate")
-    seen: list[torch.Tensor] = []
-    distance = method.distance
-    method.distance = lambda bits, layer_idx: distance(seen.append(bits) or bits, layer_idx)  # type: ignore[method-assign]
     padded = torch.cat([scores, torch.zeros(4, 1)], 1)
-    chosen = choose(method, padded, Plan(0, 1, 5))
+    with patch.object(method, "distance", wraps=method.distance) as distance:
+        chosen = choose(method, padded, Plan(0, 1, 5))
     # means: 5 1 4 2 4 2 3 3 and 4.5 4 7.5 7 2.5 2 5.5 5
-    assert seen[0].int().tolist() == [[1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 1, 1]]
+    assert distance.call_args_list[0].args[0].int().tolist() == [[1, 0, 1, 0, 1, 0, 1, 0], [0, 0, 1, 1, 0, 0, 1, 1]]
     # distances to (0, 1): 2 1 1 0 2 1 1 0; KV head 0 keeps 0 and 2, then of 3 7 1 5 6 4 the first, third and last
     assert chosen[0] == [0, 1, 2, 3, 4, 8]
     # KV head 1 keeps 2 and 3, then of 7 1 5 6 0 4 the first, third and last

@@ -1,5 +1,7 @@
 """The compiled attention over all tokens against plain torch, over rows of every width."""
 
+from unittest.mock import patch
+
 import pytest
 import torch
 
@@ -85,15 +87,14 @@ def test_who_is_served() -> None:
     assert not attend.serves(q, k.transpose(2, 3).contiguous().transpose(2, 3), k)
 
 
-def test_steps_of_rows_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_of_rows_use_it() -> None:
     """Rows of different lengths: the same as without the kernel."""
-    calls, attend_all = [], attend.attend_all
-    monkeypatch.setattr(attend, "attend_all", lambda *args: (calls.append(args[3]), attend_all(*args))[1])
     q, k, v = torch.randn(2, 4, 1, 16), *torch.randn(2, 2, 2, attention.NATIVE_FROM + 40, 16)
     lengths = [k.shape[2], k.shape[2] - 15]
-    native = attention.attend_rows(q, k, v, lengths, 0.25)
-    assert calls == [lengths]
-    with kernels.plain_torch():
-        plain = attention.attend_rows(q, k, v, lengths, 0.25)
-    assert len(calls) == 1
+    with patch.object(attend, "attend_all", wraps=attend.attend_all) as kernel:
+        native = attention.attend_rows(q, k, v, lengths, 0.25)
+        assert [call.args[3] for call in kernel.call_args_list] == [lengths]
+        with kernels.plain_torch():
+            plain = attention.attend_rows(q, k, v, lengths, 0.25)
+    assert kernel.call_count == 1
     torch.testing.assert_close(native, plain, rtol=1e-4, atol=1e-5)

@@ -2,6 +2,7 @@
 
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -172,20 +173,13 @@ def test_full_keeps_windows_where_all_layers_slide(model: PreTrainedModel) -> No
 
 
 @pytest.mark.parametrize("model", ["gemma3_text"], indirect=True)
-def test_infinigen_speculates_with_its_own_layers_angles(
-    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_infinigen_speculates_with_its_own_layers_angles(model: PreTrainedModel) -> None:
     """Gemma 3 rotates by another base in layers with a window, and the layer before is one."""
-    ahead: list[torch.Tensor] = []
-    rotate = infinigen.rotate
-    monkeypatch.setattr(
-        infinigen, "rotate", lambda module, x, cos, sin: (ahead.append(cos), rotate(module, x, cos, sin))[1]
-    )
-
     one = infinigen.InfiniGen(budget=Budget(ratio=0.3), dense_layers=1)
     one.prepare(model, None, None)
-    del ahead[:]
-    generate(model, one, prompt()[0][1:], max_new_tokens=4, watchers=[capture := Capture()])
+    with patch.object(infinigen, "rotate", wraps=infinigen.rotate) as rotate:
+        generate(model, one, prompt()[0][1:], max_new_tokens=4, watchers=[capture := Capture()])
+    ahead = [call.args[2] for call in rotate.call_args_list]
     seen = [call.ctx.cos for call in capture.calls if call.ctx.step.decode and call.layer.layer_idx == 1]
     assert len(ahead) == 3
     assert all(torch.allclose(a, b) for a, b in zip(ahead, seen, strict=True))
