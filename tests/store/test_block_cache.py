@@ -1,6 +1,5 @@
 """Block cache: policies against a naive model, content against the host, the same outputs as without, hits and bytes."""
 
-from collections import OrderedDict
 from typing import Any
 
 import pytest
@@ -25,42 +24,25 @@ POLICIES["pqcache-per-query-head"] = {**POLICIES["pqcache"], "reduce": "none"}
 
 
 class Naive:
-    """One row's cache, block by block. Buckets list their blocks from the one that is there longest."""
+    """One row's cache, block by block: the uses of each, from the block that was used longest ago."""
 
     def __init__(self, capacity: int, policy: str) -> None:
         self.capacity, self.policy = capacity, policy
-        self.recent: OrderedDict[int, None] = OrderedDict()
-        self.buckets: dict[int, list[int]] = {}
-
-    def blocks(self) -> set[int]:
-        return set(self.recent) if self.policy == "lru" else {b for bucket in self.buckets.values() for b in bucket}
+        self.uses: dict[int, int] = {}
 
     def step(self, blocks: list[int]) -> None:
-        before = self.blocks()
-        for block in [b for b in blocks if b in before] + [b for b in blocks if b not in before]:
-            self.see(block)
-
-    def see(self, block: int) -> None:
-        if self.policy == "lru":
-            if block not in self.recent and len(self.recent) == self.capacity:
-                self.recent.popitem(last=False)
-            self.recent[block] = None
-            self.recent.move_to_end(block)
-            return
-        for uses, bucket in list(self.buckets.items()):
-            if block in bucket:
-                bucket.remove(block)
-                self.buckets.setdefault(uses + 1, []).append(block)
-                return
-        if len(self.blocks()) == self.capacity:
-            min((u, b) for u, b in self.buckets.items() if b)[1].pop(0)
-        self.buckets.setdefault(1, []).append(block)
+        for block in sorted(blocks, key=lambda block: block not in self.uses):  # those that are there first
+            before = self.uses.pop(block, 0)
+            if len(self.uses) == self.capacity:
+                oldest = next(iter(self.uses))
+                del self.uses[oldest if self.policy == "lru" else min(self.uses, key=self.uses.__getitem__)]
+            self.uses[block] = before + 1
 
 
-def cache_of(rows: int, slots: int, topk: int, policy: str, blocks: int = 40) -> BlockCacheStore:
-    """Tables only."""
+def cache_of(rows: int, slots: int, topk: int, policy: str) -> BlockCacheStore:
+    """Tables only, of 40 blocks a row."""
     store = BlockCacheStore(0, 1, lambda kind, nbytes: None, 1, slots, topk, policy)
-    store.load(torch.zeros(rows, 1, blocks, 1), torch.zeros(rows, 1, blocks, 1), [blocks] * rows)
+    store.load(torch.zeros(rows, 1, 40, 1), torch.zeros(rows, 1, 40, 1), [40] * rows)
     store.find(torch.zeros(rows, 1, 1, dtype=torch.long))
     return store
 
@@ -80,7 +62,7 @@ def test_policies_equal_the_naive_model(pick: Pick) -> None:
         loaded = set(zip(row.tolist(), block.tolist(), strict=True))
         for r in range(rows):
             naive[r].step(seen[r])
-            assert held(store, r) == naive[r].blocks()
+            assert held(store, r) == set(naive[r].uses)
             assert {b for s, b in loaded if s == r} == held(store, r) - before[r]
         assert torch.equal(store.content[row, slot], block)
 
