@@ -5,9 +5,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
 
 from baselines.full import Full
+from pqcache.diagnostics import Capture
 from pqcache.selective import SelectiveCache, attach, rope
 from pqcache.selective.attach import attention_modules
-from pqcache.selective.dense import DenseLayer
 from pqcache.selective.shape import served
 from scripts.try_architectures import FAMILIES
 from tests.invariants.cases import ARCHITECTURES, ROTATED, SMALL
@@ -18,7 +18,7 @@ PROJECTIONS = {family.kind: family.options for family in FAMILIES if family.kind
 
 @pytest.mark.parametrize("architecture", [*ROTATED, "llama-yarn", *PROJECTIONS])
 @torch.no_grad()
-def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rotate_unrotate_and_project_query(architecture: str) -> None:
     if architecture == "llama-yarn":  # yarn scales cos and sin: un-rotating must undo that, too
         scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 1e4}
         config = LlamaConfig(**SMALL, rope_parameters=scaling)
@@ -28,18 +28,12 @@ def test_rotate_unrotate_and_project_query(architecture: str, monkeypatch: pytes
         config = ARCHITECTURES[architecture]()
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config).eval()
-    seen = []
-
-    def spy(self, q, k, v, mask, ctx):
-        seen.append((q, k, ctx))
-        return original(self, q, k, v, mask, ctx)
-
-    original = DenseLayer.attend
-    monkeypatch.setattr(DenseLayer, "attend", spy)
+    cache = SelectiveCache(model, Full())
+    cache.watchers.append(seen := Capture())
     with attach(model):
-        model(torch.randint(3, 100, (2, 9)), past_key_values=SelectiveCache(model, Full()))
-    assert len(seen) == len(served(config))
-    for q, k, ctx in seen:
+        model(torch.randint(3, 100, (2, 9)), past_key_values=cache)
+    assert len(seen.calls) == len(served(config))
+    for q, k, ctx in ((call.q, call.k, call.ctx) for call in seen.calls):
         plain = rope.project_query(ctx.module, ctx.hidden)
         torch.testing.assert_close(rope.rotate(ctx.module, plain, ctx.cos, ctx.sin), q)
         torch.testing.assert_close(rope.unrotate(ctx.module, q, ctx.cos, ctx.sin), plain, rtol=1e-4, atol=1e-5)
