@@ -1,6 +1,7 @@
 """Centroids and codes on the host: the same choice, bytes that cross at every step, a copy that is begun a layer ahead."""
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -69,23 +70,18 @@ def test_codes_are_sent_while_the_layer_before_runs(llama: PreTrainedModel) -> N
             return super().copy(lane, work, *sources)
 
     cache = SelectiveCache(llama, pqcache("host"), lanes=Watched())
-    with attach(llama), torch.no_grad():
+    with attach(llama), torch.no_grad(), ExitStack() as hooks:
         session = Session(llama, cache, [tokens(90, 1)])
-        hooks = [
-            layer.self_attn.q_proj.register_forward_pre_hook(lambda *_, i=i: seen.append(f"layer {i}"))
-            for i, layer in enumerate(llama.model.layers)
-        ]
-        try:
-            for _ in range(2):
-                seen.clear()
-                session.step([4])
-                last = len(cache.layers) - 1
-                expected = ["copy", "copy", "layer 0"]
-                expected += [x for i in range(1, last) for x in ("copy", f"layer {i}")] + [f"layer {last}"]
-                assert seen == expected
-        finally:
-            for hook in hooks:
-                hook.remove()
+        for i, layer in enumerate(llama.model.layers):
+            note = lambda *_, i=i: seen.append(f"layer {i}")  # noqa: E731
+            hooks.enter_context(layer.self_attn.q_proj.register_forward_pre_hook(note))
+        for _ in range(2):
+            seen.clear()
+            session.step([4])
+            last = len(cache.layers) - 1
+            expected = ["copy", "copy", "layer 0"]
+            expected += [x for i in range(1, last) for x in ("copy", f"layer {i}")] + [f"layer {last}"]
+            assert seen == expected
     for layer in cache.layers:
         assert isinstance(layer, RetrievalLayer)
         assert layer.index.far.near is None and layer.index.far.coming is None

@@ -1,7 +1,7 @@
 """A pass asked for the last token's logits only: its last layer works on that token alone, and nothing else changes."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from unittest.mock import Mock
 
 import pytest
@@ -29,16 +29,12 @@ def model(request: pytest.FixtureRequest) -> PreTrainedModel:
 def rows_of(model: PreTrainedModel) -> Iterator[list[list[int]]]:
     """Rows that each layer's output projection and MLP were given, pass by pass."""
     seen: list[list[int]] = [[] for _ in model.get_decoder().layers]
-    hooks = [
-        module.register_forward_hook(lambda _, args, out, rows=rows: rows.append(args[0].shape[1]))
-        for rows, layer in zip(seen, model.get_decoder().layers, strict=True)
-        for module in (layer.self_attn.o_proj, layer.mlp)
-    ]
-    try:
+    with ExitStack() as hooks:
+        for rows, layer in zip(seen, model.get_decoder().layers, strict=True):
+            note = lambda _, args, out, rows=rows: rows.append(args[0].shape[1])  # noqa: E731
+            for module in (layer.self_attn.o_proj, layer.mlp):
+                hooks.enter_context(module.register_forward_hook(note))
         yield seen
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 def run(model: nn.Module, cache: SelectiveCache, ids: torch.Tensor = IDS, **kwargs):

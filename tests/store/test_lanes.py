@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -63,17 +64,13 @@ def run(model: PreTrainedModel, method: Method, lanes: Lanes, seed: int) -> tupl
     """Three padded rows, one of them shorter than the sinks; steps, a reorder, a new turn, steps."""
     cache = SelectiveCache(model, method, lanes=lanes)
     prompt = [tokens(90, seed), tokens(61, seed + 1), tokens(6, seed + 2)]
-    out = []
     with attach(model):
         session = Session(model, cache, prompt)
-        for token in tokens(4, seed + 3):
-            out.append(session.step([token] * 3))
+        out = [session.step([token] * 3) for token in tokens(4, seed + 3)]
         session.reorder([1, 0, 0])
-        for token in tokens(3, seed + 4):
-            out.append(session.step([token] * 3))
+        out += [session.step([token] * 3) for token in tokens(3, seed + 4)]
         out.append(session.turn([tokens(40, seed + 5)] * 3))
-        for token in tokens(4, seed + 6):
-            out.append(session.step([token] * 3))
+        out += [session.step([token] * 3) for token in tokens(4, seed + 6)]
     cache.wait()
     return torch.stack(out), cache
 
@@ -127,14 +124,10 @@ class Broken(RuntimeError):
 def test_an_exception_in_mid_prefill_leaves_nothing_behind(llama: PreTrainedModel, name: str) -> None:
     """No thread, no future, no stale row: the same lanes then serve another prompt as fresh ones do."""
     lanes = ThreadLanes(1, lambda kind: time.sleep(0.01))
-    hook = llama.model.layers[2].mlp.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(Broken("mlp")))
     ids = torch.tensor([tokens(100, 1)])
-    try:
-        with pytest.raises(Broken):
-            generate(llama, METHODS[name](), ids, max_new_tokens=4, lanes=lanes)
-        assert not left_behind()
-    finally:
-        hook.remove()
+    with llama.model.layers[2].mlp.register_forward_pre_hook(Mock(side_effect=Broken)), pytest.raises(Broken):
+        generate(llama, METHODS[name](), ids, max_new_tokens=4, lanes=lanes)
+    assert not left_behind()
     expected = generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6).token_ids
     assert generate(llama, METHODS[name](), ids[:, :77], max_new_tokens=6, lanes=lanes).token_ids == expected
     assert not left_behind()
