@@ -1,25 +1,19 @@
 """Requests with kernels=auto against kernels=torch: tokens, attended tokens, bytes, rows; and who is not served."""
 
+from copy import deepcopy
+
 import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.adakv import AdaKV
-from baselines.combined.coded import Coded
-from baselines.full import Full
-from baselines.h2o import H2O
-from baselines.int8 import Int8
-from baselines.kivi import KIVI
-from baselines.quest import Quest
-from baselines.snapkv import SnapKV
-from baselines.zipcache import ZipCache
 from pqcache.api.drive import tokens
-from pqcache.pq import PQCache, codebook
-from pqcache.selective import Budget, SelectiveCache, attach, generate
+from pqcache.pq import codebook
+from pqcache.selective import SelectiveCache, attach, generate
 from pqcache.selective.captured import CapturedSteps
 from pqcache.selective.group import group_reduce, top_tokens
 from pqcache.selective.method import Method
 from pqcache.selective.shape import NotApplicable
+from tests.baselines.common import made
 from tests.device.conftest import CLOSE
 from tests.thin import thin
 
@@ -32,23 +26,23 @@ if torch.cuda.is_available():
 pytestmark = pytest.mark.usefixtures("pretended")
 
 
-def pqcache(**options) -> PQCache:
-    return PQCache(**{"budget": Budget(ratio=0.2), "b": 3, "n_sink": 8, **options})
+def pqcache(**options) -> Method:
+    return made("pqcache", **{"budget": 0.2, "b": 3, "n_sink": 8, **options})
 
 
 SERVED = {
     "pqcache": pqcache,
-    "full": Full,
-    "snapkv": lambda: SnapKV(budget=Budget(ratio=0.5)),
+    "full": lambda: made("full"),
+    "snapkv": lambda: made("snapkv", 0.5),
     "pqcache, m=4": lambda: pqcache(m=4, b=2),
 }
 PACKED = {
-    "adakv": lambda: AdaKV(budget=Budget(ratio=0.5), base_options={"n_sink": 4, "w": 8}),
-    "int8": lambda: Int8(residual=2),
-    "kivi": lambda: KIVI(bits=3, group=8, residual=8),
-    "zipcache": lambda: ZipCache(budget=Budget(ratio=0.2), gap=3),
-    "snapkv in kivi's bits": lambda: Coded(
-        budget=Budget(ratio=0.5), policy="snapkv", codec="kivi", codec_options={"bits": 3, "group": 8, "residual": 8}
+    "adakv": lambda: made("adakv", 0.5, base_options={"n_sink": 4, "w": 8}),
+    "int8": lambda: made("int8", residual=2),
+    "kivi": lambda: made("kivi", bits=3, group=8, residual=8),
+    "zipcache": lambda: made("zipcache", 0.2, gap=3),
+    "snapkv in kivi's bits": lambda: made(
+        "coded", budget=0.5, policy="snapkv", codec="kivi", codec_options={"bits": 3, "group": 8, "residual": 8}
     ),
 }
 
@@ -105,27 +99,24 @@ def test_rows_of_unequal_length(llama: PreTrainedModel, name: str) -> None:
 @pytest.mark.parametrize("k", [[20, 20], [20, 13]], ids=["as many", "fewer in a row"])
 def test_the_choice_is_the_index_s_own(llama: PreTrainedModel, dtype: torch.dtype, k: list[int]) -> None:
     """Sinks, the best tokens with ties to the lower position, the window. Two sub-spaces of four centroids: many ties."""
-    model = llama.to(dtype)
-    try:
-        with attach(model):
-            cache = SelectiveCache(model, pqcache(b=2), kernels="auto")
-            cache.begin([120, 120])
-            model(torch.tensor([tokens(120, 1), tokens(120, 2)]), past_key_values=cache)
-        layer = cache.layers[0]
-        parts = layer.step_parts()
-        chooses = substitute_for(step.StepParts(parts.store, parts.codes, k, [9, 12], 8)).ranking
-        gen = torch.Generator().manual_seed(5)
-        q, key = (torch.randn(2, heads, 1, 16, generator=gen).to(dtype) for heads in (2, 1))
-        got = chooses.choose(q, key, torch.tensor([[120], [120]]), 0.25)
-        lines = parts.codes.codes.data.view(2, 1, 2, -1)
-        for row, (count, local) in enumerate(zip(k, (9, 12), strict=True)):
-            line = lines[row : row + 1, :, :, : 112 - local]
-            scores = codebook.score(q[row : row + 1], line, parts.codes.centroids[row : row + 1]) * 0.25
-            best = top_tokens(group_reduce(scores, 1, "sum_softmax"), [count])[0, 0] + 8
-            expected = [*range(8), *best.tolist(), *range(120 - local, 121)]
-            assert sorted(x for x in got[row, 0].tolist() if x >= 0) == expected
-    finally:
-        llama.float()
+    model = deepcopy(llama).to(dtype)
+    with attach(model):
+        cache = SelectiveCache(model, pqcache(b=2), kernels="auto")
+        cache.begin([120, 120])
+        model(torch.tensor([tokens(120, 1), tokens(120, 2)]), past_key_values=cache)
+    layer = cache.layers[0]
+    parts = layer.step_parts()
+    chooses = substitute_for(step.StepParts(parts.store, parts.codes, k, [9, 12], 8)).ranking
+    gen = torch.Generator().manual_seed(5)
+    q, key = (torch.randn(2, heads, 1, 16, generator=gen).to(dtype) for heads in (2, 1))
+    got = chooses.choose(q, key, torch.tensor([[120], [120]]), 0.25)
+    lines = parts.codes.codes.data.view(2, 1, 2, -1)
+    for row, (count, local) in enumerate(zip(k, (9, 12), strict=True)):
+        line = lines[row : row + 1, :, :, : 112 - local]
+        scores = codebook.score(q[row : row + 1], line, parts.codes.centroids[row : row + 1]) * 0.25
+        best = top_tokens(group_reduce(scores, 1, "sum_softmax"), [count])[0, 0] + 8
+        expected = [*range(8), *best.tolist(), *range(120 - local, 121)]
+        assert sorted(x for x in got[row, 0].tolist() if x >= 0) == expected
 
 
 @pytest.mark.rest
@@ -148,9 +139,9 @@ def test_room_is_made_before_a_recording(llama: PreTrainedModel) -> None:
         lambda: pqcache(store="block_cache"),
         lambda: pqcache(codes_store="host"),
         lambda: pqcache(reduce="max_softmax"),
-        lambda: pqcache(budget=Budget(ratio=1.0)),
-        lambda: Quest(budget=Budget(ratio=0.3), page=4),
-        lambda: H2O(budget=Budget(ratio=0.5)),
+        lambda: pqcache(budget=1.0),
+        lambda: made("quest", 0.3, page=4),
+        lambda: made("h2o", 0.5),
     ],
     ids=["host", "block cache", "codes", "reduce", "all", "quest", "h2o"],
 )
@@ -168,7 +159,7 @@ def test_other_layers_do_their_own_steps(llama: PreTrainedModel, make) -> None:
 
 @pytest.mark.rest
 def test_who_looks_on_and_gradients_get_torchs_steps(llama: PreTrainedModel) -> None:
-    _, _, cache = driven(llama, Full(), "auto")
+    _, _, cache = driven(llama, made("full"), "auto")
     feed = {"past_key_values": cache, "input_ids": torch.ones(2, 1, dtype=torch.long)}
     seen = []
     with attach(llama):

@@ -1,6 +1,7 @@
 """Adaptive rounds: the fit, the profile's file, the one clear line without it, and rounds that rows report."""
 
 import json
+from copy import deepcopy
 from pathlib import Path
 
 import pytest
@@ -57,30 +58,23 @@ def test_without_a_profile_it_is_refused_and_prepare_measures_one(
     """As the line says, and once: adaptive rounds then work, and rows say how many they were."""
     monkeypatch.setattr(profile, "HOST_LENGTHS", (32, 48, 64))
     method, again = (PQCache(n_sink=8, b=3, max_iter="adaptive", budget=Budget(ratio=0.25)) for _ in range(2))
-    model = llama.float()
-    try:
-        with pytest.raises(ValueError, match="max_iter=adaptive: no profile"):
-            method.prepare(model, None, tmp_path)
-        method.check_prepared(model.config, CPU, "float32", tmp_path)  # not refused before the weights are loaded
-        method.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
-        (path,) = (tmp_path / "schedule").iterdir()
-        assert {"cost", "device", "geometry", "points"} == json.loads(path.read_text()).keys()
-        assert 3 <= method.rounds(100) <= 300
-        stamp = path.stat().st_mtime_ns
-        again.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
-        assert path.stat().st_mtime_ns == stamp and again.rounds(5000) == method.rounds(5000)
-        result = generate(model, method, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
-        assert result.extra["kmeans_max_iter"] == method.rounds(92) >= result.extra["kmeans_iterations"] >= 1
-        composed = TwoStage(
-            budget=Budget(ratio=0.25),
-            n_sink=8,
-            first_options={"page": 4},
-            second_options={"b": 3, "max_iter": "adaptive"},
-        )
-        composed.prepare(model, None, tmp_path)
-        generate(model, composed, torch.tensor([tokens(100, 1)]), max_new_tokens=2)
-    finally:
-        llama.double()
+    model = deepcopy(llama).float()
+    with pytest.raises(ValueError, match="max_iter=adaptive: no profile"):
+        method.prepare(model, None, tmp_path)
+    method.check_prepared(model.config, CPU, "float32", tmp_path)  # not refused before the weights are loaded
+    method.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
+    (path,) = (tmp_path / "schedule").iterdir()
+    assert {"cost", "device", "geometry", "points"} == json.loads(path.read_text()).keys()
+    assert 3 <= method.rounds(100) <= 300
+    stamp = path.stat().st_mtime_ns
+    again.prepare(model, torch.tensor([tokens(8, 1)]), tmp_path)
+    assert path.stat().st_mtime_ns == stamp and again.rounds(5000) == method.rounds(5000)
+    result = generate(model, method, torch.tensor([tokens(100, 1)]), max_new_tokens=4)
+    assert result.extra["kmeans_max_iter"] == method.rounds(92) >= result.extra["kmeans_iterations"] >= 1
+    parts = {"first_options": {"page": 4}, "second_options": {"b": 3, "max_iter": "adaptive"}}
+    composed = TwoStage(budget=Budget(ratio=0.25), n_sink=8, **parts)
+    composed.prepare(model, None, tmp_path)
+    generate(model, composed, torch.tensor([tokens(100, 1)]), max_new_tokens=2)
 
 
 def test_workers_that_measure_at_once_use_one_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

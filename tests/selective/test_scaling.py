@@ -1,6 +1,7 @@
 """Soft-capped scores and attention sinks: every path against the formula, softmax over [cap * tanh(logits / cap), sink]."""
 
 import contextlib
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from pqcache.selective.column_sums import QueryWindow, attend_and_sum
 from pqcache.selective.group import group_reduce
 from pqcache.selective.index import Selection
 from pqcache.selective.support import standard_probabilities
-from tests.invariants.cases import CASES
+from tests.invariants.cases import BY_ID
 from tests.invariants.conftest import build
 from tests.thin import thin
 
@@ -131,13 +132,9 @@ def test_a_ranking_over_all_tokens_knows_the_sinks_of_its_heads() -> None:
 @pytest.mark.parametrize("name", thin(["oracle", "pqcache", "pqcache-1", "sparq-1", "h2o", "coded-1", "infllm"], 3))
 @pytest.mark.rest
 def test_kernels_and_plain_torch_agree_on_a_model_with_sinks(name: str) -> None:
-    model, case = build("gpt-oss"), next(case for case in CASES if case.id == name)
+    model, case = deepcopy(build("gpt-oss")).float(), BY_ID[name]
     prompt, steps = [tokens(90, 1)], [[t] for t in tokens(6, 9)]
-    try:
-        model.float()
-        fast = logits(model, case.make(), prompt, steps)
-        with kernels.plain_torch():
-            slow = logits(model, case.make(), prompt, steps)
-    finally:
-        model.double()
+    fast = logits(model, case.make(), prompt, steps)
+    with kernels.plain_torch():
+        slow = logits(model, case.make(), prompt, steps)
     torch.testing.assert_close(fast, slow, rtol=1e-3, atol=1e-4)
