@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from pqcache.store.codec import right_align
 from tests.baselines.coded_stores import METHODS, D
 from tests.baselines.common import OneLayer
 
@@ -28,44 +29,30 @@ def numbers(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int) ->
     return other.get(kind, x).to(dtype)
 
 
-def rows(kinds: tuple[str, str], lengths: list[int], dtype: torch.dtype, seed: int) -> list[list[torch.Tensor]]:
-    """Each row's q, k, v (1, heads, length + 8, D), whatever stands beside it."""
-    return [
-        [numbers(kind, (1, heads, s + 8, D), dtype, seed + 10 * r + i) for i, (kind, heads) in enumerate(parts)]
-        for r, s in enumerate(lengths)
-        for parts in [((kinds[0], H), (kinds[1], H_KV), (kinds[1], H_KV))]
-    ]
-
-
-def decoded(method: Any, parts: list[list[torch.Tensor]], lengths: list[int]) -> list[torch.Tensor]:
-    """Outputs of eight steps after a left-padded prompt, per row (8, H, D)."""
-    n, t = len(lengths), max(lengths)
-    q, k, v = (torch.zeros(n, heads, t, D, dtype=parts[0][0].dtype) for heads in (H, H_KV, H_KV))
-    for r, (own, s) in enumerate(zip(parts, lengths, strict=True)):
-        q[r, :, t - s :] = own[0][0, :, :s]  # queries are right-aligned, staged keys left-aligned
-        k[r, :, :s], v[r, :, :s] = own[1][0, :, :s], own[2][0, :, :s]
-    one = OneLayer(method, k, v, H, lengths, q)
+def decoded(method: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int]) -> torch.Tensor:
+    """Outputs of eight steps after a prompt of rows of these lengths, (n, 8, H, D)."""
+    s = max(lengths)
+    one = OneLayer(method, k[:, :, :s], v[:, :, :s], H, lengths, right_align(q, [0] * len(lengths), lengths))
     outs = []
-    for i in range(8):
-        new = [
-            torch.cat([own[j][:, :, s + i : s + i + 1] for own, s in zip(parts, lengths, strict=True)])
-            for j in range(3)
-        ]
-        outs.append(one.step(*new)[:, 0])
+    for _ in range(8):
+        ends = [length + 1 for length in one.lengths]
+        outs.append(one.step(*(right_align(x, one.lengths, ends) for x in (q, k, v)))[:, 0])
     for x in one.layer.store.view():
         assert x.isfinite().all()
-    return list(torch.stack(outs, 1))
+    return torch.stack(outs, 1)
 
 
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.rest
 def test_quantizers(name: str) -> None:
     for seed, (queries, keys, dtype, lengths) in enumerate(CASES):
-        parts = rows((queries, keys), lengths, dtype, seed)
-        together = decoded(METHODS[name], parts, lengths)
-        for r, s in enumerate(lengths):
-            assert together[r].isfinite().all()
-            if len(lengths) > 1:
-                alone = decoded(METHODS[name], parts[r : r + 1], [s])[0]
-                rtol = 1e-4 if dtype == torch.float32 else 2e-2
-                torch.testing.assert_close(together[r].float(), alone.float(), rtol=rtol, atol=rtol)
+        q, k, v = (
+            numbers(kind, (len(lengths), heads, max(lengths) + 8, D), dtype, 10 * seed + i)
+            for i, (kind, heads) in enumerate([(queries, H), (keys, H_KV), (keys, H_KV)])
+        )
+        together = decoded(METHODS[name], q, k, v, lengths)
+        assert together.isfinite().all()
+        rtol = 1e-4 if dtype == torch.float32 else 2e-2
+        for r, s in enumerate(lengths) if len(lengths) > 1 else ():
+            alone = decoded(METHODS[name], q[r : r + 1], k[r : r + 1], v[r : r + 1], [s])[0]
+            torch.testing.assert_close(together[r].float(), alone.float(), rtol=rtol, atol=rtol)
