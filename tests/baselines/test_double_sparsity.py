@@ -11,7 +11,8 @@ from baselines.full import Full
 from baselines.oracle import Oracle
 from pqcache.api.drive import logits, tokens
 from pqcache.diagnostics import Capture
-from pqcache.selective import Budget, SelectiveCache, generate
+from pqcache.selective import Budget, generate
+from tests.baselines.drive import run
 
 QUARTER = Budget(ratio=0.25)
 
@@ -24,17 +25,13 @@ def prepared(model: PreTrainedModel, **hyper) -> DoubleSparsity:
 
 @pytest.mark.parametrize("channel", ["qk", "q", "k"])
 def test_heavy_channels_are_those_of_largest_weight(llama: PreTrainedModel, channel: str) -> None:
-    """Token by token and head by head, from q and k of a full cache's run; four query heads share two KV heads."""
+    """From q and k of a full cache's run; four query heads share two KV heads."""
     generate(llama, Full(), torch.tensor([tokens(64, 9)]), max_new_tokens=1, watchers=[capture := Capture()])
-    q, k = capture.calls[1].q[0], capture.calls[1].k[0]
+    q, k = capture.calls[1].q[0].unflatten(0, (2, 2)), capture.calls[1].k[0][:, None]
     method = prepared(llama, channel=channel, channel_ratio=0.25)
-    for kv_head, chosen in enumerate(method.channels[llama.model.layers[1].self_attn].tolist()):
-        weight = [0.0] * 16
-        for head in (2 * kv_head, 2 * kv_head + 1):
-            for query, key in zip(q[head].tolist(), k[kv_head].tolist()):
-                for c in range(16):
-                    weight[c] += abs({"qk": query[c] * key[c], "q": query[c], "k": key[c]}[channel])
-        assert chosen == sorted(sorted(range(16), key=lambda c, w=weight: -w[c])[:4])
+    weight = {"qk": q * k, "q": q, "k": k}[channel].abs().sum((1, 2))
+    best = weight.topk(4).indices.sort().values
+    assert method.channels[llama.model.layers[1].self_attn].tolist() == best.tolist()
 
 
 def test_all_channels_in_full_are_the_oracle(llama: PreTrainedModel) -> None:
@@ -72,8 +69,6 @@ def test_tokens_are_ranked_by_heavy_channels(llama: PreTrainedModel, protocol: s
             best = (weight.argsort(descending=True)[: len(chosen)] + sinks).tolist()
             agreed.append(len(set(best) & set(chosen)) / len(chosen))
 
-    cache = SelectiveCache(llama, method)
-    cache.observers.append(check)
-    logits(llama, method, [tokens(100, 1)], [[token] for token in tokens(4, 2)], cache=cache)
+    run(llama, method, 100, 4, observers=[check])
     assert len(agreed) == 4 * 3 * (4 if released else 2)
     assert sum(agreed) / len(agreed) >= least

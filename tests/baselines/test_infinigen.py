@@ -74,19 +74,16 @@ def test_alpha_counts_as_published() -> None:
     method = InfiniGen(alpha=2.5, partial_ratio=1.0, skew="none", budget=Budget(ratio=0.9))
     k = torch.zeros(1, 1, 5, 4)
     k[0, 0, :, 0] = torch.arange(5)
-    q = torch.zeros(1, 2, 1, 4)
-    q[0, :, 0, 0] = 2.0  # times the scaling 1/2
-    one = OneLayer(method, k, k, 2)
-    one.step(q, k[:, :, :1], k[:, :, :1])
-    assert one.selected.tolist() == [[[2, 3, 4, -1]]]
-    q[0, 1] = 0.0  # the other head finds all five alike: (3 + 5) / 2
-    one = OneLayer(method, k, k, 2)
-    one.step(q, k[:, :, :1], k[:, :, :1])
-    assert one.selected.tolist() == [[[1, 2, 3, 4]]]
-    q[0, 1, 0, 0] = 4.0  # two of five: (3 + 2) / 2 = 2.5
-    one = OneLayer(method, k, k, 2)
-    one.step(q, k[:, :, :1], k[:, :, :1])
-    assert one.selected.tolist() == [[[3, 4, -1, -1]]]
+    for other, chosen in (
+        (2.0, [2, 3, 4, -1]),
+        (0.0, [1, 2, 3, 4]),  # the other head finds all five alike: (3 + 5) / 2
+        (4.0, [3, 4, -1, -1]),  # two of five: (3 + 2) / 2 = 2.5
+    ):
+        q = torch.zeros(1, 2, 1, 4)
+        q[0, :, 0, 0] = torch.tensor([2.0, other])  # times the scaling 1/2
+        one = OneLayer(method, k, k, 2)
+        one.step(q, k[:, :, :1], k[:, :, :1])
+        assert one.selected.tolist() == [[chosen]]
 
 
 def transparent(architecture: str) -> PreTrainedModel:

@@ -6,9 +6,8 @@ from transformers import PreTrainedModel
 from baselines.expected_attention import ExpectedAttention
 from baselines.keydiff import KeyDiff
 from baselines.tova import TOVA
-from pqcache.api.drive import logits, tokens
 from pqcache.diagnostics import Capture
-from pqcache.selective import Budget, SelectiveCache
+from pqcache.selective import Budget
 from tests.baselines.common import OneLayer
 from tests.baselines.drive import held, run
 from tests.baselines.test_evictors import D, draw_inputs
@@ -44,9 +43,7 @@ def test_keydiff_keeps_keys_that_point_elsewhere() -> None:
 def test_expected_attention_is_that_of_normal_queries_at_future_positions(llama: PreTrainedModel) -> None:
     s, sinks, future = 120, 4, 16
     method = ExpectedAttention(budget=Budget(ratio=0.25), protocol="release", n_future=future, epsilon=0.01)
-    cache = SelectiveCache(llama, method)
-    cache.watchers.append(capture := Capture())
-    logits(llama, method, [tokens(s, 1)], [], cache=cache)
+    cache = run(llama, method, s, watchers=[capture := Capture()])
     chunked = run(llama, method, s, chunk=50)
     for index, call in enumerate(capture.calls):
         module, d, h_kv = call.ctx.module, call.q.shape[3], call.k.shape[1]

@@ -7,24 +7,16 @@ import torch
 from pqcache.pq import codebook
 from pqcache.pq.kmeans import assign, initial_positions, kmeans
 from pqcache.pq.schedule import CostModel
+from tests.drawn import drawn
 from tests.pq.decoded import decode
-
-
-def fitted(
-    m: int = 2, b: int = 4, n: int = 200, d: int = 16, seed: int = 0
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keys (1, 2, n, d), their centroids and codes."""
-    torch.manual_seed(seed)
-    keys = torch.randn(1, 2, n, d)
-    points = codebook.split(keys, m)
-    result = kmeans(points, points[:, initial_positions(n, 2**b, 0)], 5)
-    centroids = result.centroids.view(1, 2, m, 2**b, d // m)
-    return keys, centroids, codebook.encode(keys, centroids)
 
 
 @pytest.mark.parametrize(("m", "b"), [(1, 6), (2, 4), (4, 3), (8, 2)])
 def test_scores_are_inner_products_with_decoded_keys(m: int, b: int) -> None:
-    keys, centroids, codes = fitted(m, b)
+    keys = drawn(0, 1, 2, 200, 16)
+    points = codebook.split(keys, m)
+    centroids = kmeans(points, points[:, initial_positions(200, 2**b, 0)], 5).centroids.view(1, 2, m, 2**b, -1)
+    codes = codebook.encode(keys, centroids)
     q = torch.randn(1, 6, 1, 16)
     decoded = decode(codes, centroids).repeat_interleave(3, dim=1)
     torch.testing.assert_close(
