@@ -19,7 +19,7 @@ from pqcache.pq.fit import fit
 from pqcache.registry import METHODS
 from pqcache.selective import Budget, NotApplicable, SelectiveCache, attach
 from pqcache.selective.budget import RULES, floor_share, refreshed_to
-from tests.invariants.cases import CASES, Case
+from tests.invariants.cases import BY_ID, CASES, Case
 from tests.thin import thin
 
 SHORT, LONG = 40, 300  # a prompt that fits the budget, and one that does not
@@ -71,7 +71,7 @@ def test_the_rule_holds_through_600_tokens(llama: PreTrainedModel, case: Case, p
 @pytest.mark.parametrize("name", ["snapkv", "kvcrush", "pyramidkv"])
 def test_evictors_fill_the_budget_and_rank_again(llama: PreTrainedModel, name: str, budget: int, lower: int) -> None:
     """Everything is kept until B tokens are held, then the lower number, one more with each step, and again at B."""
-    case = next(case for case in CASES if case.name == name)
+    case = BY_ID[name]
     method = case.make(budget=Budget(tokens=budget))
     prompt = budget - 20
     steps = attended(llama, method, prompt, 20 + 2 * (budget - lower) + 5)
@@ -141,7 +141,7 @@ def test_an_index_is_built_when_tokens_are_first_left_out(llama: PreTrainedModel
 )
 def test_a_share_of_the_context_grows_with_it(llama: PreTrainedModel, name: str) -> None:
     """budget_of=context: at every step floor(ratio x earlier tokens), sinks included; what was dropped stays dropped."""
-    case = next(case for case in CASES if case.name == name)
+    case = BY_ID[name]
     hyper = {key: value for key, value in case.hyper.items() if key != "mode"}
     method = case.cls(budget=Budget(ratio=0.25), budget_of="context", **hyper)
     assert method.effective_rule == "context"

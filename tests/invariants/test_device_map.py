@@ -10,7 +10,7 @@ from pqcache.api.drive import tokens
 from pqcache.selective import NotApplicable, attach, captured, generate, likelihood, record
 from pqcache.selective.calibration import Calibration
 from pqcache.selective.placement import devices, home, places
-from tests.invariants.cases import CASES, KINDS, Case, same
+from tests.invariants.cases import BY_ID, CASES, KINDS, Case, same
 from tests.invariants.conftest import build
 
 pytest.importorskip("accelerate")
@@ -48,7 +48,7 @@ def test_every_method_answers_alike(llama: PreTrainedModel, spread: PreTrainedMo
 
 
 def test_recordings_and_likelihoods(llama: PreTrainedModel, spread: PreTrainedModel) -> None:
-    method = next(case for case in CASES if case.id == "snapkv")
+    method = BY_ID["snapkv"]
     recorded = [record(model, IDS, device="cpu", prefill_chunk=40) for model in (llama, spread)]
     torch.testing.assert_close(recorded[1].logits, recorded[0].logits)
     answers = [

@@ -32,10 +32,8 @@ def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedMod
         own = None if one.name in ("infllm", "streaming") else prefill
         works.append(partial(generate, model, one, PROMPT, max_new_tokens=4 + i % 5, prefill=own))
     passes: list[int] = []
-    handle = model.register_forward_pre_hook(
-        lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1]), with_kwargs=True
-    )
-    try:
+    note = lambda _, args, kwargs: passes.append(kwargs["input_ids"].shape[1])  # noqa: E731
+    with model.register_forward_pre_hook(note, with_kwargs=True):
         alone: list[object] = []
         for work in works:
             torch.manual_seed(3)
@@ -46,8 +44,6 @@ def test_every_method_answers_as_alone_from_one_pass_a_step(llama: PreTrainedMod
         passes.clear()
         torch.manual_seed(3)
         together = lockstep(model, works)
-    finally:
-        handle.remove()
     assert len(methods) > len(names) // 2 and passes.count(1) == 7  # of the longest answer: 8 tokens
     for method, mine, other in zip(methods, together, alone, strict=True):
         if isinstance(other, Exception):
