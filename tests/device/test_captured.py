@@ -1,7 +1,7 @@
 """Recorded decode steps without a GPU: a graph that runs its pass again stands for CUDA's; kernels by Triton's interpreter."""
 
 import contextlib
-import sys
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -31,11 +31,6 @@ METHODS = {
 }
 
 
-class Stream:
-    def wait_stream(self, other: object) -> None:
-        pass
-
-
 class Graph:
     """What a CUDA graph does with the device's memory: recording changes nothing there, a replay does what was recorded."""
 
@@ -54,12 +49,11 @@ class Graph:
 def replays(pretended: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """The CPU in a GPU's place; the list has an entry for each replay."""
     done: list[int] = []
-    replay = Graph.replay
+    replay, record_steps, recorded = Graph.replay, CapturedSteps._record, []
 
     @contextlib.contextmanager
-    def record(graph: Graph, stream: Stream):
-        steps = next(frame for frame in _frames() if isinstance(frame, CapturedSteps))
-        graph.pass_ = steps
+    def record(graph: Graph, stream: object):
+        graph.pass_ = steps = recorded[-1]
         held = [steps.token, steps.position]
         for layer in steps.cache.layers:
             held += [x for tensors in layer.tensors().values() for x in tensors] + layer.substitute.tensors()
@@ -68,22 +62,14 @@ def replays(pretended: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
         for x, old in zip(held, before, strict=True):  # nothing has run yet
             x.copy_(old)
 
-    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: Stream())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream())
-    monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    for name in ("Stream", "current_stream", "stream", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, MagicMock())
     monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
     monkeypatch.setattr(torch.cuda, "graph", record)
     monkeypatch.setattr(captured, "_noted", set())
+    monkeypatch.setattr(CapturedSteps, "_record", lambda self, on: (recorded.append(self), record_steps(self, on)))
     monkeypatch.setattr(Graph, "replay", lambda self: (done.append(1), replay(self)))
     return done
-
-
-def _frames():
-    frame = sys._getframe()
-    while frame is not None:
-        yield frame.f_locals.get("self")
-        frame = frame.f_back
 
 
 def facts(cache: SelectiveCache) -> tuple:
@@ -188,7 +174,7 @@ def test_a_device_that_refuses_costs_a_note(
     llama: PreTrainedModel, replays: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     @contextlib.contextmanager
-    def refuse(graph: Graph, stream: Stream):
+    def refuse(graph: Graph, stream: object):
         raise RuntimeError("operation not permitted when stream is capturing")
         yield
 

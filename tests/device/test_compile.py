@@ -12,6 +12,7 @@ pytest.importorskip("triton")
 ROOT = Path(__file__).parents[2]
 SCRIPT = """
 import json
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -23,17 +24,11 @@ from pqcache.store.layout import Codes
 from pqcache.store.quantizer import packed_width
 
 
-class NoDevice:
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device=0):
-        return 0
-
-
+no_device = SimpleNamespace(
+    get_current_target=lambda: GPUTarget("cuda", 90, 32),
+    get_current_device=lambda: 0,
+    get_current_stream=lambda device=0: 0,
+)
 rows, run = [], JITFunction.run
 
 
@@ -42,7 +37,7 @@ def compile_only(kernel, *args, **options):
     rows.append((kernel.__name__, binary.metadata.shared))
 
 
-triton.runtime.driver.set_active(NoDevice())
+triton.runtime.driver.set_active(no_device)
 JITFunction.run = compile_only
 n, h_kv, g, tokens = 1, 8, 4, 1024
 counts = torch.zeros(n, h_kv, attend.COLUMNS, dtype=torch.int32)
