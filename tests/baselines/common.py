@@ -15,7 +15,6 @@ from pqcache.selective.ledger import Ledger
 from pqcache.selective.shape import ModelShape
 from pqcache.store.lanes import Lanes
 
-MISTRAL = ModelShape(n_layers=32, h=32, h_kv=8, d=128)
 RETRIEVERS: dict[str, dict[str, Any]] = {  # options for prompts of a hundred tokens, sinks apart
     "clusterkv": {"tokens_per_cluster": 9, "window": 6, "window_clusters": 2},
     "oracle": {},
@@ -93,13 +92,11 @@ class OneLayer:
         return self.layer.selected.indices
 
 
-def random_layer(method: Method, s: int = 8192, seed: int = 0, shape: ModelShape = MISTRAL, n: int = 1) -> OneLayer:
-    """fp16 keys and values of the given geometry, one decode step done."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def draw(heads: int, t: int) -> torch.Tensor:
-        return torch.randn(n, heads, t, shape.d, generator=generator, dtype=torch.float32).half()
-
-    one = OneLayer(method, draw(shape.h_kv, s), draw(shape.h_kv, s), shape.h)
-    one.step(draw(shape.h, 1), draw(shape.h_kv, 1), draw(shape.h_kv, 1))
+def random_layer(method: Method, s: int = 8192) -> OneLayer:
+    """fp16 keys and values of Mistral-7B's geometry, one decode step done."""
+    draw, h, h_kv, d = torch.Generator().manual_seed(0), 32, 8, 128
+    sizes = ((h_kv, s), (h_kv, s), (h, 1), (h_kv, 1), (h_kv, 1))
+    k, v, *new = (torch.randn(1, heads, t, d, generator=draw).half() for heads, t in sizes)
+    one = OneLayer(method, k, v, h)
+    one.step(*new)
     return one

@@ -9,8 +9,8 @@ from pqcache.selective.shape import ModelShape
 from pqcache.store.packed import PackedStore
 
 
-def shape_of(k: torch.Tensor, group: int = 1) -> ModelShape:
-    return ModelShape(n_layers=1, h=k.shape[1] * group, h_kv=k.shape[1], d=k.shape[3])
+def shape_of(k: torch.Tensor) -> ModelShape:
+    return ModelShape(n_layers=1, h=k.shape[1], h_kv=k.shape[1], d=k.shape[3])
 
 
 class Fed:
