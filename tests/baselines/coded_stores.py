@@ -4,59 +4,48 @@ from collections.abc import Sequence
 
 import torch
 
-from baselines.gear.method import GEAR
-from baselines.int8 import Int8
-from baselines.kivi import KIVI
-from baselines.turboquant import TurboQuant
-from baselines.zipcache import MiKV, ZipCache
 from baselines.zipcache.salient_store import SalientStore
-from pqcache.selective import Budget
 from pqcache.selective.quantization import QuantizationMethod
 from pqcache.store.layout import Codes, Outliers
 from pqcache.store.packed import PackedStore
 from pqcache.store.quantizer import unpack_codes
 from tests.drawn import drawn
 
+from .common import made
 from .fed import shape_of
 
 D = 16  # head dimension
 
 
-def mean_bits(bits: float) -> Budget:
-    return Budget(ratio=bits / 16)
-
-
-METHODS: dict[str, QuantizationMethod] = {
-    "int8": Int8(),
-    "int8 with a tail": Int8(residual=7),
-    "kivi 2": KIVI(group=8, residual=16),
-    "kivi 3": KIVI(bits=3, group=8, residual=16),
-    "kivi 4": KIVI(bits=4, group=4, residual=8),
-    "kivi 1": KIVI(bits=1, group=8, residual=8),
-    "kivi 5": KIVI(bits=5, group=16, residual=16),
-    "turboquant 2": TurboQuant(bits=2),
-    "turboquant 3": TurboQuant(bits=3, residual=7),
-    "turboquant 4": TurboQuant(),
-    "zipcache": ZipCache(budget=mean_bits(3.2), gap=8),
-    "zipcache, 3 and 2 bits": ZipCache(budget=mean_bits(2.4), gap=8, bits_high=3, scope="layer"),
-    "zipcache by token": ZipCache(budget=mean_bits(3.2), gap=8, granularity="token"),
-    "zipcache by group": ZipCache(budget=mean_bits(3.2), gap=8, granularity="group", group=4),
-    "zipcache, one width": ZipCache(budget=mean_bits(4), gap=8),
-    "mikv": MiKV(budget=mean_bits(6), gap=8, bits_high=8),
-    "mikv, balanced": MiKV(budget=mean_bits(3.2), gap=8, granularity="token", balancer=True),
-    "gear": GEAR(residual=8, outliers=0.1),
-    "gear without corrections": GEAR(residual=8, outliers=0, rank=0, new_rank=0),
-    "gear kivi": GEAR(bits=2, backbone="kivi", group=8, residual=8, outliers=0.2),
-    "gear, groups of two heads": GEAR(backbone="kivi", group=32, residual=32, outliers=0.1),
+METHODS: dict[str, QuantizationMethod] = {  # budgets: mean bits of 16
+    "int8": made("int8"),
+    "int8 with a tail": made("int8", residual=7),
+    "kivi 2": made("kivi", group=8, residual=16),
+    "kivi 3": made("kivi", bits=3, group=8, residual=16),
+    "kivi 4": made("kivi", bits=4, group=4, residual=8),
+    "kivi 1": made("kivi", bits=1, group=8, residual=8),
+    "kivi 5": made("kivi", bits=5, group=16, residual=16),
+    "turboquant 2": made("turboquant", bits=2),
+    "turboquant 3": made("turboquant", bits=3, residual=7),
+    "turboquant 4": made("turboquant"),
+    "zipcache": made("zipcache", 0.2, gap=8),
+    "zipcache, 3 and 2 bits": made("zipcache", 0.15, gap=8, bits_high=3, scope="layer"),
+    "zipcache by token": made("zipcache", 0.2, gap=8, granularity="token"),
+    "zipcache by group": made("zipcache", 0.2, gap=8, granularity="group", group=4),
+    "zipcache, one width": made("zipcache", 0.25, gap=8),
+    "mikv": made("mikv", 0.375, gap=8, bits_high=8),
+    "mikv, balanced": made("mikv", 0.2, gap=8, granularity="token", balancer=True),
+    "gear": made("gear", residual=8, outliers=0.1),
+    "gear without corrections": made("gear", residual=8, outliers=0, rank=0, new_rank=0),
+    "gear kivi": made("gear", bits=2, backbone="kivi", group=8, residual=8, outliers=0.2),
+    "gear, groups of two heads": made("gear", backbone="kivi", group=32, residual=32, outliers=0.1),
 }
 
 
-def store_of(
-    method: QuantizationMethod, lengths: Sequence[int], steps: int, seed: int, h_kv: int = 2, d: int = D
-) -> PackedStore:
+def store_of(method: QuantizationMethod, lengths: Sequence[int], steps: int, seed: int, d: int = D) -> PackedStore:
     """One layer's store: row r's prompt has lengths[r] tokens, then `steps` tokens came one by one. Random saliency."""
     n, s = len(lengths), max(lengths)
-    k, v = (drawn(seed + i, n, h_kv, s + steps, d) + drawn(seed + 2 + i, n, h_kv, 1, d) for i in range(2))
+    k, v = (drawn(seed + i, n, 2, s + steps, d) + drawn(seed + 2 + i, n, 2, 1, d) for i in range(2))
     store = method.make_store(0, shape_of(k))
     store.load(k[:, :, :s], v[:, :, :s], list(lengths))
     _draw_saliency(store, seed)

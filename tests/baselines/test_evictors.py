@@ -6,13 +6,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.kvcrush import KVCrush
-from baselines.pyramidkv import PyramidKV
-from baselines.snapkv import SnapKV
-from baselines.streaming import StreamingLLM
 from pqcache.selective import Budget
 from pqcache.selective.attention import partial
-from tests.baselines.common import OneLayer
+from tests.baselines.common import OneLayer, made
 from tests.baselines.drive import held, run
 from tests.drawn import Pick, examples
 from tests.invariants.cases import CASES, Case
@@ -69,10 +65,10 @@ def test_what_stays(case: Case, pick: Pick) -> None:
 @pytest.mark.parametrize(
     "method",
     [
-        SnapKV(budget=Budget(ratio=0.25), w=8, n_sink=4),
-        PyramidKV(budget=Budget(ratio=0.25), w=8, n_sink=4),
-        KVCrush(budget=Budget(ratio=0.25), base_options={"w": 8, "n_sink": 4}),
-        KVCrush(budget=Budget(ratio=0.25), base="h2o", page=8, base_options={"n_sink": 4}),
+        made("snapkv", 0.25, w=8, n_sink=4),
+        made("pyramidkv", 0.25, w=8, n_sink=4),
+        made("kvcrush", 0.25, base_options={"w": 8, "n_sink": 4}),
+        made("kvcrush", 0.25, base="h2o", page=8, base_options={"n_sink": 4}),
     ],
     ids=["snapkv", "pyramidkv", "kvcrush", "kvcrush-pages"],
 )
@@ -89,5 +85,5 @@ def test_a_new_turn_prunes_what_was_kept_and_itself(llama: PreTrainedModel, meth
 
 @pytest.mark.parametrize("mode", ["dynamic", "rolling"])
 def test_a_prompt_shorter_than_the_sinks_loses_none_of_the_first(llama: PreTrainedModel, mode: str) -> None:
-    layer = run(llama, StreamingLLM(mode=mode, budget=Budget(ratio=0.5)), 20, steps=4).layers[0]
+    layer = run(llama, made("streaming", mode=mode, budget=0.5), 20, steps=4).layers[0]
     assert held(layer)[0] == [*range(19), 23]

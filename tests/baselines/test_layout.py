@@ -3,12 +3,11 @@
 import pytest
 import torch
 
-from baselines.gear.method import GEAR
-from baselines.zipcache import MiKV, ZipCache
 from pqcache.store.quantizer import unpack_codes
 from tests.thin import thin
 
-from .coded_stores import METHODS, decoded, mean_bits, store_of
+from .coded_stores import METHODS, decoded, store_of
+from .common import made
 
 
 @pytest.mark.parametrize("name", thin(METHODS, 4))
@@ -43,7 +42,7 @@ def test_the_layout_stands_for_what_the_codec_decodes(name: str, lengths: list[i
 @pytest.mark.parametrize("protocol", ["paper", "release"])
 def test_outliers_that_say_so_are_over_equal_codes(protocol: str) -> None:
     """Ties and all: each vector of GEAR without groups has outliers, and their codes are one."""
-    (run, *_) = store_of(GEAR(residual=20, outliers=0.1, protocol=protocol), [40], 0, seed=6).runs()[0]
+    (run, *_) = store_of(made("gear", residual=20, outliers=0.1, protocol=protocol), [40], 0, seed=6).runs()[0]
     assert run.k.outliers is not None and run.v.outliers is not None and run.k.outliers.alike and run.v.outliers.alike
     k, v = (unpack_codes(codes.codes, codes.bits, codes.d) for codes in (run.k, run.v))
     of_channels = k.gather(2, run.k.outliers.positions[:, :, 0].long())
@@ -55,7 +54,7 @@ def test_outliers_that_say_so_are_over_equal_codes(protocol: str) -> None:
 
 
 def test_ranges_that_differ_within_a_width_have_no_layout() -> None:
-    method = ZipCache(budget=mean_bits(3.2), gap=4, recompress="segment")
+    method = made("zipcache", 0.2, gap=4, recompress="segment")
     assert store_of(method, [30], 0, seed=1).runs()[0]
     store = store_of(method, [30], 9, seed=1)
     assert store.runs() == ([], [0])
@@ -63,6 +62,6 @@ def test_ranges_that_differ_within_a_width_have_no_layout() -> None:
 
 
 def test_channels_with_a_step_and_a_factor_have_no_layout() -> None:
-    store = store_of(MiKV(budget=mean_bits(3.2), gap=8, balancer=True), [40], 0, seed=1)
+    store = store_of(made("mikv", 0.2, gap=8, balancer=True), [40], 0, seed=1)
     assert store.runs() == ([], [0])
     assert sum(keys.shape[2] for keys, _, _ in store.tiles(8)) == 40

@@ -4,17 +4,11 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.full import Full
-from baselines.gear import GEAR
 from baselines.gear.method import accounted_ratio as gear_ratio
-from baselines.h2o import H2O
-from baselines.int8 import Int8
-from baselines.kivi import KIVI, accounted_ratio
-from baselines.oracle import Oracle
-from baselines.pyramidkv import PyramidKV
-from baselines.zipcache import MiKV, ZipCache
+from baselines.kivi import accounted_ratio
 from baselines.zipcache.accounting import mean_bits, published_ratio
-from pqcache.selective import Budget, Method, generate
+from pqcache.selective import Method, generate
+from tests.baselines.common import made
 
 PUBLISHED = [
     # ZipCache's result tables, and its table 1
@@ -36,21 +30,19 @@ def test_ratios_are_the_published_ones(got: float, want: float) -> None:
     assert round(got, len(str(want).partition(".")[2])) == want
 
 
-FIFTH = Budget(ratio=0.2)
-
-
 @pytest.mark.parametrize(
     ("method", "ratio"),
     [
-        (ZipCache(budget=FIFTH), 4.94),
-        (MiKV(budget=Budget(ratio=0.225)), 4.39),
-        (ZipCache(budget=Budget(ratio=0.25), granularity="group", group=8), 16 / (4 + 32 / 8)),
-        (KIVI(group=8, residual=32), accounted_ratio(120, 2, 8, 32)),
-        (GEAR(), gear_ratio(120, d=16, channels=32)),
+        (made("zipcache", 0.2), 4.94),
+        (made("mikv", 0.225), 4.39),
+        (made("zipcache", 0.25, granularity="group", group=8), 16 / (4 + 32 / 8)),
+        (made("kivi", group=8, residual=32), accounted_ratio(120, 2, 8, 32)),
+        (made("gear"), gear_ratio(120, d=16, channels=32)),
         # as ZipCache's tables print them: the full cache 1, H2O with 20 % heavy and 20 % recent tokens 2.50
-        (Full(), 1.0),
-        (H2O(budget=Budget(ratio=0.4), protocol="paper"), 2.5),
-        *((method, None) for method in (ZipCache(), KIVI(bits=16), GEAR(bits=16), Int8(), Oracle())),
+        (made("full"), 1.0),
+        (made("h2o", 0.4, protocol="paper"), 2.5),
+        *((made(name), None) for name in ("zipcache", "int8", "oracle")),
+        *((made(name, bits=16), None) for name in ("kivi", "gear")),
     ],
 )
 def test_a_request_reports_the_published_ratio(llama: PreTrainedModel, method: Method, ratio: float | None) -> None:
@@ -59,7 +51,7 @@ def test_a_request_reports_the_published_ratio(llama: PreTrainedModel, method: M
 
 
 def test_layers_that_keep_unlike_numbers_of_tokens_count_together(llama: PreTrainedModel) -> None:
-    kept = PyramidKV(budget=Budget(tokens=64), w=8)
+    kept = made("pyramidkv", 64, w=8)
     assert reported(llama, kept) == 240 / sum(kept.plan(120, i, 2).total for i in range(2))
 
 

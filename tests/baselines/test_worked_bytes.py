@@ -10,21 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from baselines.clusterkv import ClusterKV
-from baselines.coded_keys import CodedKeys
-from baselines.combined import TwoStage
-from baselines.infinigen import InfiniGen
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.sparq import SparQ
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method
-from tests.baselines.common import random_layer
+from pqcache.selective import Method
+from tests.baselines.common import made, random_layer
 from tests.invariants.test_bytes import capacity
 from tests.thin import thin
 
 S, TOKEN = 8192, 4096
-FIFTH = Budget(ratio=0.2)
 
 
 @dataclass(frozen=True)
@@ -51,62 +42,62 @@ PARTIAL = capacity(S + 1) * 8 * 25 * 2 + 8 * 128 * 25 * 4  # 25 of 128 columns o
 WORKED = {
     # 8160 tokens after 32 sinks: 1632, half of them the window
     "pqcache": Worked(
-        PQCache(store="host", max_iter=1, budget=FIFTH), 816, 1665, prefill=8160 * TOKEN, index={"device": CODES}
+        made("pqcache", store="host", max_iter=1, budget=0.2), 816, 1665, prefill=8160 * TOKEN, index={"device": CODES}
     ),
     "sparq": Worked(
-        SparQ(store="host", budget=FIFTH), 816, 1665, COMPONENT, TOKEN + 2048,
+        made("sparq", store="host", budget=0.2), 816, 1665, COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     # shares of the prompt itself: 1638, half of them the window
     "sparq-paper": Worked(
-        SparQ(store="host", budget=FIFTH, protocol="paper"), 819, 1671, COMPONENT, TOKEN + 2048,
+        made("sparq", store="host", budget=0.2, protocol="paper"), 819, 1671, COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     "sparq-8-components": Worked(
-        SparQ(store="host", budget=FIFTH, r=8), 816, 1665, 8 * COMPONENT, TOKEN + 2048,
+        made("sparq", store="host", budget=0.2, r=8), 816, 1665, 8 * COMPONENT, TOKEN + 2048,
         8160 * TOKEN + S * 2048, {"host": SECOND_K, "device": 0},
     ),
     "clusterkv-per-kv-head": Worked(
-        ClusterKV(store="host", max_iter=1, reduce="sum_softmax", budget=Budget(tokens=1024)), 1008, 1025,
+        made("clusterkv", store="host", max_iter=1, reduce="sum_softmax", budget=1024), 1008, 1025,
         prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 8},
     ),
     "clusterkv": Worked(
-        ClusterKV(store="host", max_iter=1, budget=Budget(tokens=1024)), 4 * 1008, 1025,
+        made("clusterkv", store="host", max_iter=1, budget=1024), 4 * 1008, 1025,
         prefill=8176 * TOKEN, index={"device": CLUSTERS + 102 * 32},
     ),
     # 1638 tokens are 102 pages of 16
     "quest-per-kv-head": Worked(
-        Quest(store="host", reduce="sum_logit", budget=FIFTH), 1632, 1633, index={"device": EXTREMES}
+        made("quest", store="host", reduce="sum_logit", budget=0.2), 1632, 1633, index={"device": EXTREMES}
     ),
-    "quest": Worked(Quest(store="host", budget=FIFTH), 4 * 1632, 1633, index={"device": EXTREMES}),
+    "quest": Worked(made("quest", store="host", budget=0.2), 4 * 1632, 1633, index={"device": EXTREMES}),
     "quest-resident": Worked(
-        Quest(budget=FIFTH), 0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
+        made("quest", 0.2), 0, 1633, write_back=0, prefill=0, index={"device": EXTREMES}
     ),
     # 64 bytes, step and minimum per key, in buffers that grew by a sixteenth for the current token
     "coded_keys": Worked(
-        CodedKeys(store="host", budget=FIFTH), 816, 1665, prefill=8160 * TOKEN,
+        made("coded_keys", store="host", budget=0.2), 816, 1665, prefill=8160 * TOKEN,
         index={"device": 8704 * 8 * (64 + 4)},
     ),
     # a bit per number and a factor per key; the mean key, and a rotation in fp32
     "coded_keys-rabitq": Worked(
-        CodedKeys(store="host", code="rabitq", budget=FIFTH), 816, 1665, prefill=8160 * TOKEN,
+        made("coded_keys", store="host", code="rabitq", budget=0.2), 816, 1665, prefill=8160 * TOKEN,
         index={"device": 8704 * 8 * (16 + 2) + 8 * 128 * 2 + 128 * 128 * 4},
     ),
-    "infinigen": Worked(InfiniGen(store="host", budget=FIFTH), 1638, 1639, index={"device": PARTIAL}),
+    "infinigen": Worked(made("infinigen", store="host", budget=0.2), 1638, 1639, index={"device": PARTIAL}),
     # every key crosses: 16 MiB
-    "oracle": Worked(Oracle(store="host", budget=FIFTH), 816, 1665, (S + 1 - 32) * 2048, prefill=8160 * TOKEN),
+    "oracle": Worked(made("oracle", store="host", budget=0.2), 816, 1665, (S + 1 - 32) * 2048, prefill=8160 * TOKEN),
     # what is scored crosses for the shortlist of 4 k only; its last page may be cut
     "two_stage": Worked(
-        TwoStage(second_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH), 816, 1665,
+        made("two_stage", second_options={"max_iter": 1}, store="host", shortlist=4, budget=0.2), 816, 1665,
         pytest.approx(0, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     "two_stage-oracle": Worked(
-        TwoStage(second="oracle", second_options={"scope": "candidates"}, store="host", shortlist=4, budget=FIFTH),
+        made("two_stage", second="oracle", second_options={"scope": "candidates"}, store="host", shortlist=4, budget=0.2),
         816, 1665, pytest.approx(4 * 816 * 2048, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     # one component of each token on it, and of the rest of its softmax
     "two_stage-sparq": Worked(
-        TwoStage(first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4, budget=FIFTH),
+        made("two_stage", 0.2, first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4),
         816, 1665, (5 * 816 + 32 + 1) * 8 * 2, TOKEN + 2048, 8160 * TOKEN + S * 2048,
     ),
 }  # fmt: skip

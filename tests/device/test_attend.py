@@ -5,16 +5,13 @@ import contextlib
 import pytest
 import torch
 
-from baselines.gear import GEAR
-from baselines.turboquant import TurboQuant
-from baselines.zipcache import ZipCache
 from pqcache import kernels
-from pqcache.selective import Budget
 from pqcache.selective.attention import attend_one, attend_ragged
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.ragged import RaggedStore
 from tests.baselines.coded_stores import METHODS as STORES
 from tests.baselines.coded_stores import store_of
+from tests.baselines.common import made
 from tests.device.conftest import CLOSE
 from tests.drawn import examples
 from tests.thin import thin
@@ -126,7 +123,7 @@ def test_packed_tokens(name: str, lengths: list[int]) -> None:
 @on_cpu
 @pytest.mark.parametrize(
     "method",
-    [ZipCache(budget=Budget(ratio=0.2), gap=3, recompress="segment"), GEAR(residual=4), TurboQuant()],
+    [made("zipcache", 0.2, gap=3, recompress="segment"), made("gear", residual=4), made("turboquant")],
     ids=["ranges that differ within a width", "outliers and a low rank", "a table"],
 )
 def test_other_codes_are_decoded_by_torch(method) -> None:

@@ -7,30 +7,10 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedModel
 
-from baselines.clusterkv import ClusterKV
-from baselines.combined.coded import Coded
-from baselines.combined.evict_retrieve import EvictRetrieve
-from baselines.combined.kvcrush_mixed import KVCrushMixed
-from baselines.combined.two_stage import TwoStage
-from baselines.double_sparsity import DoubleSparsity
-from baselines.full import Full
-from baselines.gear import GEAR
-from baselines.h2o import H2O
-from baselines.h2o_c import H2OC
-from baselines.infllm import InfLLM
-from baselines.int8 import Int8
-from baselines.kivi import KIVI
-from baselines.kvcrush import KVCrush
-from baselines.oracle import Oracle
-from baselines.quest import Quest
-from baselines.snapkv import SnapKV
-from baselines.sparq import SparQ
-from baselines.streaming import StreamingLLM
-from baselines.zipcache import MiKV, ZipCache
 from pqcache.api.invariants import bytes_counted, walk
-from pqcache.pq import PQCache
-from pqcache.selective import Budget, Method
+from pqcache.selective import Method
 from pqcache.store.buffer import Buffer
+from tests.baselines.common import made
 from tests.baselines.drive import run
 from tests.invariants.cases import Case
 
@@ -78,7 +58,6 @@ def mixed(salient: int, tail: int) -> int:
     return codes + keys + values + H_KV * 16 * (8 + 4) + kv(tail) + H_KV * tail * (ITEM + 4)
 
 
-QUARTER, FIFTH = Budget(ratio=0.25), Budget(ratio=0.2)
 ALL = kv(capacity(S + STEPS))
 HOST = kv(capacity(S + STEPS - 32))
 # sinks and the local window, (1000 - 32) * 0.25 // 2 tokens and the current one
@@ -111,70 +90,70 @@ INT8 = 2 * H_KV * (D + 2 * 2)  # a token's codes, step and minimum
 GEAR_TOKEN = 2 * H_KV * D // 2  # four bits
 # method, bytes on the device and on the host, and where it is short: the bytes of these that are content
 KEPT: list[tuple[Method, int, int, int | None]] = [
-    (Full(), ALL, 0, kv(S + STEPS)),
-    (Oracle(budget=QUARTER), ALL, 0, None),
-    (PQCache(budget=QUARTER), ALL + pq_index(32, 2, 6), 0, kv(S + STEPS) + H_KV * (2**6 * D * 4 + 2 * (S + STEPS - 32))),
-    (PQCache(budget=QUARTER, store="host", m=4, b=5), WINDOWED + pq_index(32, 4, 5), HOST, None),
+    (made("full"), ALL, 0, kv(S + STEPS)),
+    (made("oracle", 0.25), ALL, 0, None),
+    (made("pqcache", 0.25), ALL + pq_index(32, 2, 6), 0, kv(S + STEPS) + H_KV * (2**6 * D * 4 + 2 * (S + STEPS - 32))),
+    (made("pqcache", 0.25, store="host", m=4, b=5), WINDOWED + pq_index(32, 4, 5), HOST, None),
     # and 4 of the 7 complete blocks of 128 tokens; tables on the host, int64: the slot of each of 8 blocks, and block, uses
     # and stamp of each slot
     (
-        PQCache(budget=QUARTER, store="block_cache", cache_tokens=4 * 128),
+        made("pqcache", 0.25, store="block_cache", cache_tokens=4 * 128),
         WINDOWED + pq_index(32, 2, 6) + kv(512), HOST + 8 * (8 + 3 * 4), None,
     ),
-    (TwoStage(budget=QUARTER), ALL + kv(256) + pq_index(32, 2, 6), 0, None),  # pages and codes
-    (Quest(budget=QUARTER), ALL + kv(256), 0, None),  # smallest and largest key of 64 pages, in buffers of 256
-    (SparQ(budget=QUARTER), ALL + components(capacity(S + STEPS)), 0, None),
+    (made("two_stage", 0.25), ALL + kv(256) + pq_index(32, 2, 6), 0, None),  # pages and codes
+    (made("quest", 0.25), ALL + kv(256), 0, None),  # smallest and largest key of 64 pages, in buffers of 256
+    (made("sparq", 0.25), ALL + components(capacity(S + STEPS)), 0, None),
     (
-        SparQ(budget=QUARTER, store="host", reallocate=True),
+        made("sparq", 0.25, store="host", reallocate=True),
         WINDOWED + H_KV * D * ITEM, HOST + components(capacity(S + STEPS)), None,  # the mean value
     ),
     # two of 16 channels in four bits are a byte, and two fp16 parameters four more; int64 channels
     (
-        DoubleSparsity(budget=QUARTER, channel_ratio=1 / 8, calibration_tokens=64),
+        made("double_sparsity", 0.25, channel_ratio=1 / 8, calibration_tokens=64),
         ALL + capacity(S + STEPS - 32) * H_KV * (1 + 4) + H_KV * 2 * 8, 0, None,
     ),
-    (ClusterKV(budget=QUARTER), ALL + clusters(984, 984 // 80), 0, None),
+    (made("clusterkv", 0.25), ALL + clusters(984, 984 // 80), 0, None),
     # the window holds the 320 tokens to be clustered next; the last step's 246 tokens stay, per query head, and its clusters
     (
-        ClusterKV(budget=QUARTER, store="host"),
+        made("clusterkv", 0.25, store="host"),
         kv(16) + kv(capacity(320 + 1 + 128)) + clusters(984, 12) + 2 * kv(246) + 2 * H_KV * 12,
         kv(capacity(S + STEPS - 16)) + 2 * H_KV * 246 * 4, None,
     ),
-    (InfLLM(budget=QUARTER, exc_block=64), infllm() + kv(6 * 128), 0, None),
+    (made("infllm", 0.25, exc_block=64), infllm() + kv(6 * 128), 0, None),
     (
-        InfLLM(budget=QUARTER, exc_block=64, store="host", max_cached_blocks=1),
+        made("infllm", 0.25, exc_block=64, store="host", max_cached_blocks=1),
         infllm() + kv(128), kv(6 * 128), None,
     ),
-    (StreamingLLM(budget=QUARTER), evicted(32 + 242 + STEPS), 0, None),
-    (StreamingLLM(budget=FIFTH, mode="rolling", n_sink=4), evicted(4 + 199 + 1), 0, None),
+    (made("streaming", 0.25), evicted(32 + 242 + STEPS), 0, None),
+    (made("streaming", 0.2, mode="rolling", n_sink=4), evicted(4 + 199 + 1), 0, None),
     # positions of the prompt's tokens only
-    (SnapKV(budget=QUARTER), evicted(32 + 242 + STEPS), 0, kv(32 + 242 + STEPS) + H_KV * 4 * (32 + 242)),
-    (KVCrush(budget=QUARTER), evicted(32 + 242 + STEPS), 0, None),
+    (made("snapkv", 0.25), evicted(32 + 242 + STEPS), 0, kv(32 + 242 + STEPS) + H_KV * 4 * (32 + 242)),
+    (made("kvcrush", 0.25), evicted(32 + 242 + STEPS), 0, None),
     # and a sum of attention per entry and KV head, in the model's float64; one is dropped a step
-    (H2O(budget=FIFTH, n_sink=4), evicted(4 + 199 + 1, ITEM), 0, (kv(1) + H_KV * (4 + ITEM)) * (4 + 199)),
-    (H2OC(budget=QUARTER, n_sink=4), evicted(4 + 256 + 1, ITEM), 0, None),  # 7.8 tokens more than a quarter of the rest
-    (Int8(), INT8 * capacity(S + STEPS), 0, None),
-    (Int8(residual=7), INT8 * capacity(S + STEPS - 7) + kv(7), 0, INT8 * (S + STEPS - 7) + kv(7)),
-    (ZipCache(budget=FIFTH), mixed(600, STEPS), 0, None),
-    (MiKV(budget=FIFTH), mixed(600, STEPS), 0, None),
-    (Coded(budget=QUARTER, codec_budget=0.1875), mixed(500, STEPS) + pq_index(32, 2, 6), 0, None),
+    (made("h2o", 0.2, n_sink=4), evicted(4 + 199 + 1, ITEM), 0, (kv(1) + H_KV * (4 + ITEM)) * (4 + 199)),
+    (made("h2o_c", 0.25, n_sink=4), evicted(4 + 256 + 1, ITEM), 0, None),  # 7.8 tokens more than a quarter of the rest
+    (made("int8"), INT8 * capacity(S + STEPS), 0, None),
+    (made("int8", residual=7), INT8 * capacity(S + STEPS - 7) + kv(7), 0, INT8 * (S + STEPS - 7) + kv(7)),
+    (made("zipcache", 0.2), mixed(600, STEPS), 0, None),
+    (made("mikv", 0.2), mixed(600, STEPS), 0, None),
+    (made("coded", 0.25, codec_budget=0.1875), mixed(500, STEPS) + pq_index(32, 2, 6), 0, None),
     (
-        Coded(budget=QUARTER, policy="snapkv", codec="int8"),
+        made("coded", 0.25, policy="snapkv", codec="int8"),
         (INT8 + H_KV * 4) * capacity(32 + 242 + STEPS), 0, None,
     ),
-    *((KVCrushMixed(budget=QUARTER, bits=bits, group=group, keys=by), crushed(bits, group or D, by), 0, None)
+    *((made("kvcrush_mixed", 0.25, bits=bits, group=group, keys=by), crushed(bits, group or D, by), 0, None)
       for bits, group, by in ((4, 16, "channel"), (2, 8, "channel"), (3, None, "token"))),
     # half of the prompt, with its positions, and an index of that
-    (EvictRetrieve(budget=Budget(ratio=0.1)), evicted(516 + STEPS) + HALF_INDEX, 0, None),
+    (made("evict_retrieve", 0.1), evicted(516 + STEPS) + HALF_INDEX, 0, None),
     (
-        EvictRetrieve(budget=Budget(ratio=0.1), retrieve_options={"store": "host"}),
+        made("evict_retrieve", 0.1, retrieve_options={"store": "host"}),
         kv(32) + kv(256) + H_KV * 4 * capacity(516 + STEPS) + HALF_INDEX, kv(capacity(484 + STEPS)), None,
     ),
-    (KIVI(group=16), kivi(2, 1024), 0, kivi(2, 896) - H_KV * (896 - 882) * (D // 4 + 4)),
-    (KIVI(bits=4, group=16), kivi(4, 1024), 0, None),
+    (made("kivi", group=16), kivi(2, 1024), 0, kivi(2, 896) - H_KV * (896 - 882) * (D // 4 + 4)),
+    (made("kivi", bits=4, group=16), kivi(4, 1024), 0, None),
     # 1000 tokens are one block: 10 + 10 outliers per channel of keys, parameters per token (both heads), rank 4
     (
-        GEAR(),
+        made("gear"),
         GEAR_TOKEN * 1024 + 2 * H_KV * (4096 * 2 + 8 * D * 2) + H_KV * D * (8 * 4 + 24 * (ITEM + 2)) + 1024 * 4 + kv(10),
         0,
         GEAR_TOKEN * S + 2 * H_KV * (4 * S * 2 + 4 * D * 2) + H_KV * D * (4 + 20 * (ITEM + 2)) + S * 4 + kv(STEPS),

@@ -1,32 +1,30 @@
 """The compiled attention over packed codes against attention over what the codes stand for."""
 
 from dataclasses import replace
-from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from baselines.gear.method import GEAR
-from baselines.kivi import KIVI
-from baselines.zipcache import MiKV
 from pqcache import kernels
 from pqcache.kernels import packed
 from pqcache.selective.attention import partial
 from pqcache.selective.quantization import attend_coded
 from pqcache.store.layout import Codes, Run
-from tests.baselines.coded_stores import METHODS, decoded, mean_bits, store_of
+from tests.baselines.coded_stores import METHODS, decoded, store_of
+from tests.baselines.common import made
 from tests.drawn import drawn
 from tests.thin import thin
 from tests.threads import threads
 
 WHOLE = {  # groups of channels that fill registers: their steps are applied there
-    "kivi 2, whole": KIVI(group=32, residual=32),
-    "kivi 4, whole": KIVI(bits=4, group=32, residual=32),
-    "kivi 8, whole": KIVI(bits=8, group=64, residual=64),
-    "mikv, whole": MiKV(budget=mean_bits(6), gap=8, bits_high=8, group=32),
-    "gear kivi, whole": GEAR(bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
-    "kivi 4, 24 channels": KIVI(bits=4, group=8, residual=8),  # which registers of 16 numbers do not divide
-    "gear kivi, groups of four bytes": GEAR(bits=8, backbone="kivi", group=4, residual=4, outliers=0.1),
+    "kivi 2, whole": made("kivi", group=32, residual=32),
+    "kivi 4, whole": made("kivi", bits=4, group=32, residual=32),
+    "kivi 8, whole": made("kivi", bits=8, group=64, residual=64),
+    "mikv, whole": made("mikv", 0.375, gap=8, bits_high=8, group=32),
+    "gear kivi, whole": made("gear", bits=2, backbone="kivi", group=32, residual=32, outliers=0.1),
+    "kivi 4, 24 channels": made("kivi", bits=4, group=8, residual=8),  # which registers of 16 numbers do not divide
+    "gear kivi, groups of four bytes": made("gear", bits=8, backbone="kivi", group=4, residual=4, outliers=0.1),
 }
 CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head dimension
     ([150, 150], 9, 3, 64),
@@ -41,24 +39,15 @@ CASES = [  # prompt lengths of the rows, steps, query heads per KV head, head di
 
 @pytest.mark.parametrize("name", [*thin(METHODS, 3), *thin(WHOLE, 2)])
 @pytest.mark.parametrize(("lengths", "steps", "group", "d"), CASES)
-def test_a_step_equals_that_of_plain_torch(
-    name: str, lengths: list[int], steps: int, group: int, d: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_equals_that_of_plain_torch(name: str, lengths: list[int], steps: int, group: int, d: int) -> None:
     """Runs, tails and all; the packed tokens really go to the kernel, in several parts where there are threads."""
     d = 24 if "24 channels" in name else 64 if name in WHOLE else d
     store, q = store_of((METHODS | WHOLE)[name], lengths, steps, 2, d=d), drawn(3, len(lengths), 2 * group, 1, d)
     with kernels.plain_torch():
         want = attend_coded(q, store, 0.25)
-    tasks = []
-    run = packed.run
-
-    def counted(kernel: Any, count: int, *args: Any, **cost: Any) -> None:
-        tasks.append(count)
-        run(kernel, count, *args, **cost)
-
-    monkeypatch.setattr(packed, "run", counted)
-    with threads(2):
+    with threads(2), patch.object(packed, "run", wraps=packed.run) as launch:
         got = attend_coded(q, store, 0.25)
+    tasks = [call.args[1] for call in launch.call_args_list]
     runs = store.runs(exact=True)[0]
     assert all(packed.serves(q, run) for run in runs) and bool(tasks) == bool(runs)
     assert runs or min(lengths) < 100  # shorter ones may be all residual

@@ -7,18 +7,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from baselines.combined import Coded
-from baselines.h2o import H2O
-from baselines.infllm import InfLLM
-from baselines.snapkv import SnapKV
-from baselines.zipcache import MiKV, ZipCache
 from pqcache.api.drive import logits, tokens
-from pqcache.selective import Budget, Method, SelectiveCache, column_sums, dense, generate
+from pqcache.selective import Method, SelectiveCache, column_sums, dense, generate
 from pqcache.selective.column_sums import attend_and_sum
 from pqcache.selective.shared_prefill import record
+from tests.baselines.common import made
 
 PROMPT, FED = tokens(150, 1), [[token] for token in tokens(3, 2)]
-QUARTER = Budget(ratio=0.25)
 
 
 def answers(
@@ -36,18 +31,18 @@ def answers(
 @pytest.mark.parametrize(
     ("make", "wanted"),
     [
-        (lambda: H2O(budget=QUARTER), True),
-        (lambda: H2O(budget=QUARTER, repeat_kv=True), True),
-        (lambda: MiKV(budget=QUARTER), True),
-        (lambda: InfLLM(block=8, dense_prefill=True, budget=QUARTER), True),
-        (lambda: SnapKV(budget=QUARTER), False),
-        (lambda: ZipCache(budget=QUARTER), True),
-        (lambda: ZipCache(budget=QUARTER, probes="recent", norm="full"), True),
-        (lambda: ZipCache(budget=QUARTER, probes="random"), False),
-        (lambda: ZipCache(budget=QUARTER, protocol="release"), True),
-        (lambda: Coded(policy="pqcache", codec="zipcache", budget=QUARTER), True),
-        (lambda: Coded(policy="h2o", codec="zipcache", budget=QUARTER), True),
-        (lambda: H2O(budget=Budget(ratio=1.0)), False),
+        (lambda: made("h2o", 0.25), True),
+        (lambda: made("h2o", 0.25, repeat_kv=True), True),
+        (lambda: made("mikv", 0.25), True),
+        (lambda: made("infllm", block=8, dense_prefill=True, budget=0.25), True),
+        (lambda: made("snapkv", 0.25), False),
+        (lambda: made("zipcache", 0.25), True),
+        (lambda: made("zipcache", 0.25, probes="recent", norm="full"), True),
+        (lambda: made("zipcache", 0.25, probes="random"), False),
+        (lambda: made("zipcache", 0.25, protocol="release"), True),
+        (lambda: made("coded", policy="pqcache", codec="zipcache", budget=0.25), True),
+        (lambda: made("coded", policy="h2o", codec="zipcache", budget=0.25), True),
+        (lambda: made("h2o", 1.0), False),
     ],
     ids="h2o h2o-repeat mikv infllm snapkv zipcache recent random release coded coded-h2o h2o-noop".split(),
 )
@@ -65,9 +60,9 @@ def test_a_model_answers_as_with_both_apart(
 def test_recorded_and_standard_attention_stay_what_they_are(
     llama: PreTrainedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert answers(llama, H2O(budget=QUARTER), monkeypatch, 100, attn="standard")[2] == 0
+    assert answers(llama, made("h2o", 0.25), monkeypatch, 100, attn="standard")[2] == 0
     monkeypatch.setattr(column_sums, "LONG", 100)
     monkeypatch.setattr(dense, "attend_and_sum", lambda *args: pytest.fail("the attention was recorded"))
     prefill = record(llama, torch.tensor([PROMPT]))
-    result = generate(llama, H2O(budget=QUARTER), torch.tensor([PROMPT]), max_new_tokens=3, prefill=prefill)
+    result = generate(llama, made("h2o", 0.25), torch.tensor([PROMPT]), max_new_tokens=3, prefill=prefill)
     assert len(result.token_ids) == 3
