@@ -1,6 +1,7 @@
 """What an eviction method's tests share: one run of the small model, and what its layers hold afterwards."""
 
 from collections.abc import Sequence
+from copy import deepcopy
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,9 +65,7 @@ def random_scores(h: int, s: int, seed: int) -> torch.Tensor:
 
 def eager_probs(model: PreTrainedModel, ids: list[int]) -> list[torch.Tensor]:
     """(h, s, s) per layer, as transformers itself computes them."""
-    model.set_attn_implementation("eager")
-    try:
-        with torch.no_grad():
-            return [p[0] for p in model(torch.tensor([ids]), output_attentions=True).attentions]
-    finally:
-        model.set_attn_implementation("sdpa")
+    eager = deepcopy(model)
+    eager.set_attn_implementation("eager")
+    with torch.no_grad():
+        return [p[0] for p in eager(torch.tensor([ids]), output_attentions=True).attentions]
