@@ -92,12 +92,13 @@ WORKED = {
         pytest.approx(0, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     "two_stage-oracle": Worked(
-        made("two_stage", second="oracle", second_options={"scope": "candidates"}, store="host", shortlist=4, budget=0.2),
+        made("two_stage", 0.2, second="oracle", second_options={"scope": "candidates"}, store="host", shortlist=4),
         816, 1665, pytest.approx(4 * 816 * 2048, abs=16 * 2048), prefill=8160 * TOKEN,
     ),
     # one component of each token on it, and of the rest of its softmax
     "two_stage-sparq": Worked(
-        made("two_stage", 0.2, first="clusterkv", second="sparq", first_options={"max_iter": 1}, store="host", shortlist=4),
+        made("two_stage", 0.2, first="clusterkv", second="sparq", first_options={"max_iter": 1},
+             store="host", shortlist=4),
         816, 1665, (5 * 816 + 32 + 1) * 8 * 2, TOKEN + 2048, 8160 * TOKEN + S * 2048,
     ),
 }  # fmt: skip
