@@ -8,8 +8,8 @@ import sys
 import threading
 import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -42,8 +42,7 @@ def ended(events: list[Any]) -> dict[str, UnitResult]:
 class Queue:
     """Stands for sbatch and squeue. `deeds`: array task -> how many of its units it finishes before it is lost."""
 
-    def __init__(self, results: Path) -> None:
-        self.results = results
+    def __init__(self) -> None:
         self.deeds: list[int | None] = []
         self.submitted: list[list[str]] = []
         self.queued: set[str] = set()
@@ -69,8 +68,8 @@ class Queue:
 
 
 @pytest.fixture
-def queue(tmp_path: Path, monkeypatch: Patch) -> Queue:
-    queue = Queue(tmp_path)
+def queue(monkeypatch: Patch) -> Queue:
+    queue = Queue()
     monkeypatch.setattr(slurm_engine, "POLL", 0.01)
     monkeypatch.setattr(slurm_engine, "GRACE", 0.02)
     monkeypatch.setattr(slurm_engine.shutil, "which", lambda name: f"/usr/bin/{name}")
@@ -137,52 +136,30 @@ class Lost(Exception):
     """What Ray raises for a worker that is gone."""
 
 
-class FakeRay:
-    """Stands for the package: an actor's answers are there at once."""
-
-    exceptions = SimpleNamespace(RayError=Lost)
-
-    def __init__(self) -> None:
-        self.killed: list[Any] = []
-
-    def wait(self, references: list[Any], **_: Any) -> tuple[list[Any], list[Any]]:
-        return references[:1], references[1:]
-
-    def get(self, reference: Any) -> Any:
-        if isinstance(reference.value, Lost):
-            raise reference.value
-        return reference.value
-
-    def kill(self, actor: Any) -> None:
-        self.killed.append(actor)
-
-
-class FakeActor:
-    """A worker on node "here". Its units are noted."""
-
-    def __init__(self, answers: dict[str, list[Any]]) -> None:
-        self.units: list[str] = []
-        self.answers = answers  # unit -> what its attempts return before one that is done
-        self.node = SimpleNamespace(remote=lambda: SimpleNamespace(value="here"))
-        self.run = SimpleNamespace(remote=self._run)
-
-    def _run(self, unit: Unit) -> Any:
-        self.units.append(unit.name)
-        waiting = self.answers.get(unit.name)
-        return type("Answer", (), {"value": waiting.pop(0) if waiting else UnitResult(unit.name)})()
-
-
 @pytest.fixture
 def pool(monkeypatch: Patch) -> Any:
-    """An engine of two pretended workers; `started` and `answers` are its own."""
+    """An engine of two pretended workers on node "here", whose answers are there at once.
+
+    Its own are `started`: the workers, which note their `units`, and `answers`: unit -> what its attempts return before one that
+    is done.
+    """
     engine: Any = ray_engine.RayEngine.__new__(ray_engine.RayEngine)
-    engine._ray, engine._actors, engine._gpus = FakeRay(), [], 0.0
+    engine._ray, engine._actors, engine._gpus = Mock(), [], 0.0
+    engine._ray.exceptions.RayError = Lost
+    engine._ray.wait = lambda references, **_: (references[:1], references[1:])
+    engine._ray.get = lambda answer: answer()
     engine.workers, engine.launch, engine.started, engine.answers = 2, RayLaunch(workers=2, retries=2), [], {}
     monkeypatch.setattr(engine, "_nodes", lambda: {"here": {"CPU": 4}})
 
-    def actor(job: Job, host: str | None = None) -> FakeActor:
-        engine.started.append(FakeActor(engine.answers))
-        return engine.started[-1]
+    def actor(job: Job, host: str | None = None) -> Any:
+        def run(unit: Unit) -> Mock:
+            worker.units.append(unit.name)
+            return Mock(side_effect=[(engine.answers.get(unit.name) or [UnitResult(unit.name)]).pop(0)])
+
+        worker = Mock(units=[])
+        worker.run.remote, worker.node.remote.return_value = run, lambda: "here"
+        engine.started.append(worker)
+        return worker
 
     monkeypatch.setattr(engine, "_actor", actor)
     return engine
@@ -196,8 +173,8 @@ def test_one_ray_worker_of_a_host_stays_for_the_times(pool: Any, job: Job) -> No
     assert [event.status for event in events if isinstance(event, UnitResult)] == ["done"] * 5
     assert len(pool.started) == 2
     assert sum(timed.name in worker.units for worker in pool.started) == 1
-    assert len(pool._ray.killed) == 1  # nothing else of the run is on the host meanwhile
-    assert timed.name not in pool._ray.killed[0].units
+    pool._ray.kill.assert_called_once()  # nothing else of the run is on the host meanwhile
+    assert timed.name not in pool._ray.kill.call_args.args[0].units
 
 
 def test_a_lost_ray_worker_is_replaced_and_a_refusing_one_is_not(pool: Any, job: Job) -> None:

@@ -5,9 +5,8 @@ import socket
 import sys
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import yaml
@@ -26,23 +25,10 @@ SAMPLE = {
 
 
 @pytest.fixture
-def logged(monkeypatch: Patch) -> dict[str, Any]:
-    """What `wandb.init` was given, and `points`: what was logged."""
-    seen: dict[str, Any] = {"points": [], "runs": 0, "summaries": []}
-    started = SimpleNamespace(
-        log=lambda point, step=None: seen["points"].append(point),
-        summary=SimpleNamespace(update=lambda row: seen["summaries"].append(dict(row))),
-        finish=lambda exit_code: None,
-    )
-
-    def init(**given: Any) -> Any:
-        seen.update(given, runs=seen["runs"] + 1)
-        return started
-
+def wandb(monkeypatch: Patch) -> MagicMock:
+    """Stands for the package."""
     # other packages look for wandb when they are imported, by its spec
-    stand_in = SimpleNamespace(
-        Settings=lambda **given: given, init=init, Table=lambda **given: given, __spec__=ModuleSpec("wandb", None)
-    )
+    stand_in = MagicMock(__spec__=ModuleSpec("wandb", None))
     monkeypatch.setitem(sys.modules, "wandb", stand_in)
     for name in ("WANDB_CACHE_DIR", "WANDB_CONFIG_DIR", "WANDB_DATA_DIR", "WANDB_ARTIFACT_DIR"):
         monkeypatch.setenv(name, "set again by the code")
@@ -50,7 +36,7 @@ def logged(monkeypatch: Patch) -> dict[str, Any]:
         monkeypatch.delenv(name, raising=False)
     tracking.say_once.cache_clear()
     tracking._obstacle.cache_clear()
-    return seen
+    return stand_in
 
 
 def cell(tmp_path: Path, *words: str) -> Cell:
@@ -65,69 +51,70 @@ def track(one: Cell, mode: str = "offline", score: float = 50.0) -> bool:
     return tracking.track(one, row, [SAMPLE], mode)
 
 
-def test_project_group_and_tags(tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch) -> None:
+def test_project_group_and_tags(tmp_path: Path, wandb: MagicMock, monkeypatch: Patch) -> None:
+    def told(*keys: str) -> list[Any]:
+        return [wandb.init.call_args.kwargs[key] for key in keys]
+
     plain = cell(tmp_path)
     track(plain)
-    told = [logged[key] for key in ("project", "group", "tags", "mode")]
-    assert told == ["pqcache-lab", "m/t", None, "offline"]
-    first = logged["id"]
+    assert told("project", "group", "tags", "mode") == ["pqcache-lab", "m/t", None, "offline"]
+    (first,) = told("id")
     monkeypatch.setenv("WANDB_PROJECT", "from-outside")
     track(plain, score=60.0)
-    assert (logged["project"], logged["id"], logged["resume"]) == ("from-outside", first, "allow")
+    assert told("project", "id", "resume") == ["from-outside", first, "allow"]
     words = "wandb.project=mine wandb.group=g wandb_entity=me wandb.tags=[a,b] wandb=offline"
     typed = cell(tmp_path, *words.split())
     assert typed.name == plain.name  # no part of a cell
     track(typed, score=70.0)
-    assert (logged["project"], logged["group"], logged["entity"], logged["tags"]) == ("mine", "g", "me", ["a", "b"])
-    (table,) = [point["samples"] for point in logged["points"][-1:]]
-    assert table["data"] == [["t", 0, 50.0, "Where?", "x, y", "z", 3, 0.5]]
+    assert told("project", "group", "entity", "tags") == ["mine", "g", "me", ["a", "b"]]
+    assert wandb.Table.call_args.kwargs["data"] == [["t", 0, 50.0, "Where?", "x, y", "z", 3, 0.5]]
+    wandb.init().log.assert_called_with({"samples": wandb.Table()})
 
 
-def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, logged: dict[str, Any]) -> None:
+def test_each_finished_row_is_logged_once_with_its_pair(tmp_path: Path, wandb: MagicMock) -> None:
     words = "-m method=oracle,full task=pocket_qa task.length=512 limit=1 smoke=true".split()
     words += [f"out={tmp_path}", f"cache_dir={tmp_path / 'cache'}"]
     for runs in (2, 2, 3):
         assert run.main([*words, "wandb=offline"] if runs < 3 else [*words, "budget=0.3", "wandb=offline"]) == 0
-        assert logged["runs"] == runs
+        assert wandb.init.call_count == runs
+    summaries = [call.args[0] for call in wandb.init().summary.update.call_args_list]
     rows = [read_row(path) for path in (tmp_path / "smoke").glob("*/row.json")]
-    assert {summary["folder"]: summary["full_score"] for summary in logged["summaries"]} == {
+    assert {summary["folder"]: summary["full_score"] for summary in summaries} == {
         row["folder"]: row["full_score"] for row in rows if row is not None
     }
-    assert all(summary["full_score"] is not None for summary in logged["summaries"])
+    assert all(summary["full_score"] is not None for summary in summaries)
 
 
 def test_without_a_network_one_line_and_no_wait(
-    tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch, capsys: Capture
+    tmp_path: Path, wandb: MagicMock, monkeypatch: Patch, capsys: Capture
 ) -> None:
     connect = Mock(side_effect=OSError(111, "Connection refused"))
     monkeypatch.setattr(socket, "create_connection", connect)
     for name in ("method=oracle", "method=full"):
         assert not track(cell(tmp_path, name), "online")
     connect.assert_called_once_with(("api.wandb.ai", 443), tracking.PATIENCE_S)
-    assert logged["runs"] == 0
+    wandb.init.assert_not_called()
     (line,) = capsys.readouterr().err.splitlines()
     assert "api.wandb.ai cannot be reached" in line and "wandb=sync" in line
     assert not tracking.is_logged(cell(tmp_path).folder, "online")
 
 
 @pytest.mark.rest
-def test_sync_sends_what_is_on_disk(
-    tmp_path: Path, logged: dict[str, Any], monkeypatch: Patch, capsys: Capture
-) -> None:
+def test_sync_sends_what_is_on_disk(tmp_path: Path, wandb: MagicMock, monkeypatch: Patch, capsys: Capture) -> None:
     words = [f"out={tmp_path}", "task=pocket_qa", "task.length=512", "limit=1", f"cache_dir={tmp_path / 'cache'}"]
     assert run.main(["method=full", *words, "wandb=disabled"]) == 0
     capsys.readouterr()
     monkeypatch.setattr(tracking, "_obstacle", lambda server: None)
     assert run.main(["-m", "method=full,oracle", *words, "wandb=sync"]) == 0
     assert "1 sent, 0 sent before, 0 not sent, 1 cells without a row" in capsys.readouterr().out
-    assert logged["runs"] == 1 and logged["mode"] == "online"
+    assert [call.kwargs["mode"] for call in wandb.init.call_args_list] == ["online"]
     assert run.main(["method=full", *words, "wandb=online"]) == 0  # nothing new to send
     monkeypatch.setattr(tracking, "_obstacle", lambda server: "gone")
     assert run.main(["method=full", *words, "wandb=sync"]) == 0
     assert "0 sent, 1 sent before" in capsys.readouterr().out
     (tmp_path / cell(tmp_path, "method=full", *words).name / tracking.MARK).unlink()
     assert run.main(["method=full", *words, "wandb=sync"]) == 1
-    assert logged["runs"] == 1
+    assert wandb.init.call_count == 1
 
 
 def test_the_environment_says_where_nothing_is_typed(tmp_path: Path, monkeypatch: Patch) -> None:

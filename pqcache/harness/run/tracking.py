@@ -35,7 +35,7 @@ SAMPLE_COLUMNS = ("task", "doc_id", "score", "prompt_end", "target", "response",
 
 
 def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> bool:
-    """Log a cell whose row is on disk, unless that was done; wandb's files go under `out`/wandb. False: it did not work."""
+    """Log a cell whose row is on disk; wandb's files go under `out`/wandb. False: it did not work."""
 
     def log() -> None:
         import wandb
@@ -52,8 +52,7 @@ def track(cell: Cell, row: Row, samples: list[dict[str, Any]], mode: str) -> boo
             run.summary.update({k: v for k, v in row.items() if k not in NOT_LOGGED and v is not None})
         write_text(cell.folder / MARK, json.dumps({"mode": mode, "row": _digest(cell.folder)}) + "\n")
 
-    done = is_logged(cell.folder, mode)
-    return done or _tried(log, mode, "wandb: not logged ({}); the row is kept, and wandb=sync sends it later")
+    return _tried(log, mode, "wandb: not logged ({}); the row is kept, and wandb=sync sends it later")
 
 
 def _tried(log: Callable[[], None], mode: str, otherwise: str) -> bool:
