@@ -46,27 +46,16 @@ def write(
     made.add_bos_token_id(1)
     made.add_eos_token_id(2)
     made.add_chat_template("{% for m in messages %}[{{ m.role }}] {{ m.content }}\n{% endfor %}[assistant] ")
-    short = {
-        "model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output",
-        "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-        "self_attn.o_proj": "attn_output", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
-        "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
-    }  # fmt: skip
+    names, kind = files.get_tensor_name_map(files.MODEL_ARCH.LLAMA, 2), files.GGMLQuantizationType.Q8_0
     for name, tensor in model.state_dict().items():
-        stem = name.removeprefix("model.layers.").removesuffix(".weight")
-        layer, _, part = stem.partition(".")
-        target = f"blk.{layer}.{short[part]}.weight" if part in short and layer.isdigit() else f"{short[stem]}.weight"
-        values = tensor.numpy()
-        if target.endswith(("attn_q.weight", "attn_k.weight")):  # llama.cpp rotates neighbours, transformers halves
+        target, values = names.get_name(name, (".weight",)), tensor.numpy()
+        if "attn_q" in target or "attn_k" in target:  # llama.cpp rotates neighbours, transformers halves
             heads = HEADS if "attn_q" in target else HEADS_KV
             values = values.reshape(heads, 2, WIDTH // 2, -1).swapaxes(1, 2).reshape(values.shape)
-        if values.ndim == 1 or values.shape[-1] % 32:
-            made.add_tensor(target, values.astype(np.float32))
+        if values.ndim == 1:
+            made.add_tensor(target, values)
         else:
-            kind = files.GGMLQuantizationType.Q8_0
-            made.add_tensor(
-                target, files.quants.quantize(np.ascontiguousarray(values, np.float32), kind), raw_dtype=kind
-            )
+            made.add_tensor(target, files.quants.quantize(np.ascontiguousarray(values), kind), raw_dtype=kind)
     if scaling:
         made.add_string(f"{architecture}.rope.scaling.type", scaling)
     if more:
