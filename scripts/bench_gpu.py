@@ -81,7 +81,7 @@ class Bench:
 
         limits = ceilings(self.device, self.dtype, 1 << (20 if self.args.tiny else 28), self.rounds)
         versions = {"torch": torch.__version__, "triton": triton.__version__, "transformers": transformers.__version__}
-        return {"device": device_caption(self.device), **versions, "cuda": torch.version.cuda, **limits.to_dict()}
+        return {"device": device_caption(self.device), **versions, "cuda": torch.version.cuda, **limits}
 
     # -- kernels ------------------------------------------------------------------------------------------------------
 

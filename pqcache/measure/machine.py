@@ -7,7 +7,6 @@ import re
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -52,21 +51,6 @@ def timed_calls(call: Callable[[], object], device: torch.device, rounds: int) -
     return [seconds(call, device) for _ in range(rounds + 1)][1:]
 
 
-@dataclass(frozen=True)
-class Ceilings:
-    """Bytes per second that this machine reached itself.
-
-    memory: reading the device's memory, the better of a matrix-vector product and of a copy (read + written).
-    link: from pinned host memory to the device; on a CPU a copy from host memory to host memory.
-    """
-
-    memory: float
-    link: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {f"{key}_gb_per_s": value / 1e9 for key, value in asdict(self).items()}
-
-
 def copy_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> float:
     """Bytes per second, read and written together, of a plain copy within the device's memory."""
     source = torch.ones(nbytes, dtype=torch.uint8, device=device)
@@ -74,7 +58,7 @@ def copy_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> 
     return 2 * nbytes / statistics.median(timed_calls(lambda: target.copy_(source), device, rounds))
 
 
-def link_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> float:
+def link_speed(device: torch.device, nbytes: int, rounds: int) -> float:
     """Bytes per second of a copy from pinned host memory to a CUDA device."""
     source = torch.ones(nbytes, dtype=torch.uint8).pin_memory()
     target = torch.empty(nbytes, dtype=torch.uint8, device=device)
@@ -82,7 +66,7 @@ def link_speed(device: torch.device, nbytes: int = 1 << 28, rounds: int = 7) -> 
 
 
 @torch.no_grad()
-def read_speed(device: torch.device, dtype: torch.dtype, nbytes: int = 1 << 28, rounds: int = 7) -> float:
+def read_speed(device: torch.device, dtype: torch.dtype, nbytes: int, rounds: int) -> float:
     """Bytes per second at which a matrix-vector product reads its matrix."""
     side = 1 << 13
     matrix = torch.ones((max(1, nbytes // side // dtype.itemsize), side), dtype=dtype, device=device)
@@ -93,9 +77,14 @@ def read_speed(device: torch.device, dtype: torch.dtype, nbytes: int = 1 << 28, 
 
 def ceilings(
     device: torch.device, dtype: torch.dtype = torch.float32, nbytes: int = 1 << 28, rounds: int = 5
-) -> Ceilings:
-    """Measure the ceilings, 256 MiB at a time: far more than caches hold."""
+) -> dict[str, float]:
+    """Gigabytes per second that this machine reaches itself, measured 256 MiB at a time: far more than caches hold.
+
+    memory_gb_per_s: reading the device's memory, the better of a matrix-vector product and of a copy (read + written).
+    link_gb_per_s: from pinned host memory to the device; on a CPU a copy from host memory to host memory.
+    """
     copied = copy_speed(device, nbytes, rounds)
     memory = max(read_speed(device, dtype, nbytes, rounds), copied)
     # On a CPU every byte that crosses is read once and written once.
-    return Ceilings(memory, link_speed(device, nbytes, rounds) if device.type == "cuda" else copied / 2)
+    link = link_speed(device, nbytes, rounds) if device.type == "cuda" else copied / 2
+    return {"memory_gb_per_s": memory / 1e9, "link_gb_per_s": link / 1e9}

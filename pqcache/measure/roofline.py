@@ -5,13 +5,10 @@ run = generate(model, PQCache(store="host"), prompt(model, 8192), max_new_tokens
 limit = bound(model, run, ceilings(model.device, model.dtype))
 """
 
-from dataclasses import asdict, dataclass
-
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from pqcache.measure.geometries import geometry
-from pqcache.measure.machine import Ceilings
 from pqcache.selective.result import GenerationResult
 from pqcache.selective.shape import ModelShape
 
@@ -62,29 +59,19 @@ def weight_bytes(model: PreTrainedModel) -> int:
     return whole - embedding.weight.numel() * embedding.weight.element_size()
 
 
-@dataclass(frozen=True)
-class Bound:
-    """Least seconds of one decode step, by what it moves.
+def bound(model: PreTrainedModel, run: GenerationResult, limits: dict[str, float], batch: int = 1) -> dict[str, float]:
+    """The least milliseconds of one run's mean decode step, by what it moves. limits: of `machine.ceilings`.
 
-    weights: read once from the device's memory.
-    link: fetched from the host for this step, selection metadata and demanded K and V. Refills of the block cache and
+    weights_ms: read once from the device's memory.
+    link_ms: fetched from the host for this step, selection metadata and demanded K and V. Refills of the block cache and
         write-backs run beside the step and do not count.
-    cache: attended K and V, read once from the device's memory. The roofline is weights and link: this is left out, since a
+    cache_ms: attended K and V, read once from the device's memory. The roofline is weights and link: this is left out, since a
         method may avoid it.
+    batch: rows of the run, whose attended tokens are a mean over them.
     """
-
-    weights: float
-    link: float
-    cache: float
-
-    def to_dict(self) -> dict[str, float]:
-        return {f"{key}_ms": 1e3 * value for key, value in asdict(self).items()}
-
-
-def bound(model: PreTrainedModel, run: GenerationResult, limits: Ceilings, batch: int = 1) -> Bound:
-    """The bound of one run's mean decode step. batch: rows of the run, whose attended tokens are a mean over them."""
     shape = ModelShape.of(model.config.get_text_config(decoder=True))
     token = shape.token * model.dtype.itemsize * shape.n_layers
     missed = run.bytes_per_step["selection"] + run.bytes_per_step["demand_fetch"]
     attended = batch * (run.attended_tokens_all_layers or 0.0) * token
-    return Bound(weight_bytes(model) / limits.memory, missed / limits.link, attended / limits.memory)
+    memory, link = (1e6 * limits[f"{name}_gb_per_s"] for name in ("memory", "link"))  # bytes per ms
+    return {"weights_ms": weight_bytes(model) / memory, "link_ms": missed / link, "cache_ms": attended / memory}

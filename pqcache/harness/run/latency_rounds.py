@@ -21,12 +21,12 @@ from pqcache.harness.config import environment
 from pqcache.harness.config.cells import Cell
 from pqcache.harness.report import rows
 from pqcache.harness.run.memory import Chunks
-from pqcache.harness.run.row_builder import DROPPED_STEPS, build_row
+from pqcache.harness.run.row_builder import build_row
 from pqcache.harness.run.samples import Sample, SampleLog, fingerprint, make_sample
 from pqcache.harness.run.session import Session
 from pqcache.measure.machine import ceilings
 from pqcache.measure.peak import peak_memory
-from pqcache.measure.roofline import bound, prompt
+from pqcache.measure.roofline import DROPPED_STEPS, bound, prompt
 from pqcache.pq.profile import offload_seconds
 from pqcache.selective import generate, time_batch
 from pqcache.selective.support import attention_kernel
@@ -77,7 +77,7 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
             if peak.bytes is not None:
                 run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
             config, timed = model.config.get_text_config(decoder=True), run.step_s[DROPPED_STEPS:]
-            run.extra.update(bound(model, run, limits, batch).to_dict(), **limits.to_dict())
+            run.extra.update(bound(model, run, limits, batch), **limits)
             run.extra.update(layers=int(config.num_hidden_layers), batch=batch)
             run.extra.update(tokens_per_s=batch * len(timed) / sum(timed), **chunks.fact(chunk))
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":

@@ -18,8 +18,8 @@ from pqcache.harness.report import published, score_statistics
 from pqcache.harness.report.rows import SCHEMA, Row
 from pqcache.harness.report.score_statistics import Answers, Scores, known_mean
 from pqcache.harness.run.samples import DIFFERS, Sample
+from pqcache.measure.roofline import DROPPED_STEPS
 
-DROPPED_STEPS = 2
 # with Full
 PAIR = "full_score paired_difference paired_interval paired_p paired_samples paired_with paired_reason".split()
 DRAWN = ("answer_scores", "pass_at", "pass_at_interval")  # of drawn answers
