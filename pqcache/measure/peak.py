@@ -3,8 +3,8 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -13,24 +13,20 @@ from pqcache.selective.ledger import synchronize
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-@dataclass
-class Peak:
-    """`bytes` held at most, weights and everything else included; None where the system does not say. of: gpu | process."""
-
-    bytes: int | None = None
-    of: str = "process"
-
-
 @contextmanager
-def peak_memory(device: torch.device) -> Iterator[Peak]:
-    """Measure the peak of what runs inside; the numbers are there afterwards."""
-    peak = Peak(of="gpu" if device.type == "cuda" else "process")
-    if peak.of == "gpu":
+def peak_memory(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Measure the peak of what runs inside, weights and everything else included.
+
+    Yields a dictionary that has the numbers afterwards, under their names in rows: peak_memory_bytes and peak_memory_of, gpu or
+    process. It stays empty where the system does not say.
+    """
+    peak: dict[str, Any] = {}
+    if device.type == "cuda":
         synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)
         yield peak
         synchronize(device)
-        peak.bytes = torch.cuda.max_memory_allocated(device)
+        peak |= {"peak_memory_bytes": torch.cuda.max_memory_allocated(device), "peak_memory_of": "gpu"}
         return
     try:
         RESET.write_text("5")  # the kernel's peak of this process starts again from here
@@ -38,5 +34,5 @@ def peak_memory(device: torch.device) -> Iterator[Peak]:
         yield peak
         return
     yield peak
-    match = re.search(r"VmHWM:\s+(\d+)", STATUS.read_text())
-    peak.bytes = int(match[1]) * 1024 if match is not None else None
+    if match := re.search(r"VmHWM:\s+(\d+)", STATUS.read_text()):
+        peak |= {"peak_memory_bytes": int(match[1]) * 1024, "peak_memory_of": "process"}

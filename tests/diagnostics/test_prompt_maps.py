@@ -58,8 +58,8 @@ peaks = []
 for size in (0, 32 << 20, 0):  # 128 MiB, freed at once
     with peak_memory(torch.device("cpu")) as peak:
         torch.ones(size)
-    peaks.append(peak.bytes)
-print(json.dumps([peak.of, *peaks]))
+    peaks.append(peak.get("peak_memory_bytes"))
+print(json.dumps([peak.get("peak_memory_of"), *peaks]))
 """
 
 

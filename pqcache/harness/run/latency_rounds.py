@@ -74,10 +74,8 @@ def write_row(session: Session, cell: Cell, log: SampleLog) -> None:
             warm = True
             with peak_memory(device) as peak:
                 run = one_round(max_new_tokens=task["new_tokens"], lanes=make_lanes(task["overlap"], device))
-            if peak.bytes is not None:
-                run.extra.update(peak_memory_bytes=peak.bytes, peak_memory_of=peak.of)
             config, timed = model.config.get_text_config(decoder=True), run.step_s[DROPPED_STEPS:]
-            run.extra.update(bound(model, run, limits, batch), **limits)
+            run.extra.update(**peak, **bound(model, run, limits, batch), **limits)
             run.extra.update(layers=int(config.num_hidden_layers), batch=batch)
             run.extra.update(tokens_per_s=batch * len(timed) / sum(timed), **chunks.fact(chunk))
             if batch == 1 and getattr(cell.method, "store", "resident") != "resident":
