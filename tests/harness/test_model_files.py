@@ -194,7 +194,9 @@ FILES: dict[str, tuple[Callable[[Path], object], str]] = {
     "other heads of keys": (says("config.json", num_key_value_heads=1), "of another shape are 8 tensors"),
     "another width": (says("config.json", hidden_size=32), "of another shape are 27 tensors"),
     "fewer words than the tokenizer": (says("config.json", vocab_size=4095), "of another shape are 2 tensors (lm_head.weight"),
-    "another architecture": (says("config.json", model_type="qwen3"), "files lack 4 tensors"),
+    "another architecture": (
+        says("config.json", model_type="qwen3", architectures=["Qwen3ForCausalLM"]), "files lack 4 tensors",
+    ),
     "a scale": (tensors(lambda w: w.update({LAYER + "_scale": torch.ones(3)})), f"no place for 1 tensors ({LAYER}_scale)"),
     "a packed layer": (tensors(lambda w: w.update({LAYER.replace("weight", "qweight"): w.pop(LAYER)})), "no place for 1 tensors"),
     "whole numbers": (tensors(lambda w: w.update({LAYER: w[LAYER].to(torch.int8)})), f"without scales are 1 tensors ({LAYER})"),

@@ -163,18 +163,11 @@ class LoadedModel:
     def stop_ids(self) -> set[int]:
         """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
         generation = getattr(self.model, "generation_config", None)
-        named: list[Any] = [
-            self.tokenizer.eos_token_id,
-            getattr(self.model.config, "eos_token_id", None),
-            getattr(generation, "eos_token_id", None),
-        ]
-        ids: set[int] = set()
-        for value in named:
-            ids |= set(value) if isinstance(value, list | tuple) else {value} if isinstance(value, int) else set()
+        named = [getattr(of, "eos_token_id", None) for of in (self.model.config, generation, self.tokenizer)]
         if self.chat:  # Llama-3 ends a turn with this one; early revisions of its generation config forgot it
-            turn_end = self.tokenizer.get_vocab().get("<|eot_id|>")
-            ids |= {turn_end} if turn_end is not None else set()
-        return ids
+            named.append(self.tokenizer.get_vocab().get("<|eot_id|>"))
+        every = (value if isinstance(value, list | tuple) else [value] for value in named)
+        return {one for ids in every for one in ids if one is not None}
 
 
 def question_start(text: str, markers: Sequence[str] = MARKERS) -> int:
@@ -221,19 +214,18 @@ def load_config(name: str, options: dict[str, Any]) -> PreTrainedConfig:
 
 def load(name: str, options: dict[str, Any]) -> LoadedModel:
     """Load weights and tokenizer. Raises ValueError: one line that names the problem."""
-    device = pick_device(options["device"])
+    device, side = pick_device(options["device"]), text_side(name, options)
     if name == "random":
         model = random_model(options["geometry"], options["layers"], getattr(torch, random_dtype(options)), device)
-        return replace(text_side(name, options), model=model)
+        return replace(side, model=model)
     if name in WEIGHTS:
         dtype = getattr(torch, options["dtype"]) if options["dtype"] != "auto" else torch.float32
-        return _loaded(name, options, load_model(dtype=dtype, device=device, name=name), load_tokenizer())
+        return replace(side, model=load_model(dtype=dtype, device=device, name=name))
     with model_files.reading(options["path"]):
         path, revision = local_or_hub(options), options["revision"]
         dtype = options["dtype"] if options["dtype"] == "auto" else getattr(torch, options["dtype"])
         allow_pickle = bool(options.get("allow_pickle"))
         model_files.check_format(path, allow_pickle=allow_pickle)
-        tokenizer = _tokenizer(options)
         loading = {"dtype": dtype, "output_loading_info": True, "weights_only": True, "ignore_mismatched_sizes": True}
         loading |= {"use_safetensors": None if allow_pickle else True, "return_dict": True, **map_arguments(options)}
         try:
@@ -252,7 +244,8 @@ def load(name: str, options: dict[str, Any]) -> LoadedModel:
             raise model_files.Unusable(line) from error
         model = (model if options.get("device_map") else model.to(device)).eval()
         mismatch = model_files.check_weights(path, model, info, allowed=bool(options.get("allow_mismatch")))
-    return _loaded(name, options, model, tokenizer, mismatch=mismatch)
+    file = {**(side.file or {}), "mismatched_tensors": str(mismatch)} if mismatch else side.file
+    return replace(side, model=model, file=file)
 
 
 def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
@@ -267,20 +260,23 @@ def _tokenizer(options: dict[str, Any]) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _loaded(
-    name: str, options: dict[str, Any], model: Any, tokenizer: Any, config: Any = None, mismatch: int = 0
-) -> LoadedModel:
-    """A model, or the text side of one, of which only the configuration is there.
+def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
+    """Tokenizer and prompt protocol of a model without its weights: `model` is None.
 
     Raises ValueError if model.chat asks for a template that the tokenizer lacks, or model.thinking for what it does not know;
     Unusable, which is one, if the template is wrong.
     """
-    config = model.config if config is None else config
+    nothing: Any = None
+    config = load_config(name, options)
+    limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
+    if name == "random":
+        # task=latency needs no tokenizer
+        return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
+    tokenizer = load_tokenizer() if name in WEIGHTS else _tokenizer(options)
     has_template = bool(getattr(tokenizer, "chat_template", None))
     if options["chat"] and not has_template:
         raise ValueError(f"model.chat=true: the tokenizer of {name} has no chat template")
     chat = has_template if options["chat"] is None else options["chat"]
-    limit, thinks = longest(config.get_text_config(decoder=True), options), options.get("thinking")
     if thinks is not None:
         answers.check(name, thinks, tokenizer, chat=chat)
     folder = model_dir(name) if name in WEIGHTS else Path(local_or_hub(options))
@@ -289,26 +285,12 @@ def _loaded(
     else:
         marks = (str(getattr(config, "_commit_hash", None) or ""),) * 2
     file = None if name in WEIGHTS else gguf.facts(folder)
-    if mismatch:
-        file = {**(file or {}), "mismatched_tensors": str(mismatch)}
-    loaded = LoadedModel(name, model, tokenizer, chat, options["system"], limit, *marks, thinks, file)
+    loaded = LoadedModel(name, nothing, tokenizer, chat, options["system"], limit, *marks, thinks, file)
     if chat:
         with model_files.reading(options["path"], "its chat template cannot be used"), little_memory():
             if loaded.wrap(ANSWER).count(ANSWER) > 1:
                 raise ValueError("it repeats the prompt")
     return loaded
-
-
-def text_side(name: str, options: dict[str, Any]) -> LoadedModel:
-    """Tokenizer and prompt protocol as `load` gives them, without weights: `model` is None."""
-    nothing: Any = None
-    config = load_config(name, options)
-    limit = longest(config.get_text_config(decoder=True), options)
-    if name == "random":
-        # task=latency needs no tokenizer
-        return LoadedModel(name, nothing, nothing, False, None, limit, f"random {options['geometry']}")
-    tokenizer = load_tokenizer() if name in WEIGHTS else _tokenizer(options)
-    return _loaded(name, options, nothing, tokenizer, config)
 
 
 def random_dtype(options: dict[str, Any]) -> str:
