@@ -39,7 +39,7 @@ def test_a_sample_with_another_split_has_another_fingerprint(loaded: LoadedModel
     def read(question_as_decode: bool, **settings: Any) -> tuple[str, int]:
         reader = adapter(bare, log, question_as_decode=question_as_decode).reader
         prepared = reader.read(ask(prompt, until=[], **settings))
-        return prepared.mark, prepared.known.question
+        return prepared.known.mark, prepared.known.question
 
     general, tokens = read(True)
     assert read(True, question_markers=["Question:"]) == (general, tokens)

@@ -139,7 +139,7 @@ class HarnessLM(LM):
         """The log-probability of each text of a request, and whether it is the greedy continuation."""
         scores = []
         for text, sample in self.score_all(request):
-            self.used[text.key], self.prompts[text.key] = sample, text.facts
+            self.used[text.key], self.prompts[text.key] = sample, text.known
             answer = json.loads(sample["response"])
             scores.append((LogLikelihood(answer["logprobs"]), bool(answer["greedy"])))
         return scores
@@ -150,12 +150,12 @@ class HarnessLM(LM):
         """The numbers of the answers to a request that the log does not hold; [0] where it lacks a text. Raises TooLong."""
         if request.request_type != "generate_until":
             return [0] if any(self.find(text) is None for text in self.reader.texts(request)) else []
-        prepared = self.reader.read(request, tokens=False)
-        return [draw for draw in self.draws if self.find(self.reader.numbered(prepared, draw)) is None]
+        asked = (self.reader.read(request, tokens=False, draw=draw) for draw in self.draws)
+        return [prepared.draw for prepared in asked if self.find(prepared) is None]
 
     def find(self, asked: Prepared | Text) -> Sample | None:
         """A sample in the log, with its files of diagnostics."""
-        sample = self.log.find(asked.task, asked.doc_id, asked.mark, asked.old_mark)
+        sample = self.log.find(asked.task, asked.doc_id, asked.known.mark, asked.known.old_mark)
         if sample is None or self.recorder is None or "failed" in sample:
             return sample
         return sample if self.recorder.complete(sample["task"], sample["doc_id"], sample["fingerprint"]) else None
@@ -237,7 +237,8 @@ class HarnessLM(LM):
 
     def _reference(self, prepared: Prepared, prompt: torch.Tensor, end: Collection[int], how: dict) -> Reference:
         """Full's answer to a prompt, written once for all cells of a session that read it in turn."""
-        known, key = self.reader.known, (prepared.mark, prepared.known.question, self.attn, self.graph, self.kernels)
+        known = self.reader.known
+        key = prepared.known.mark, prepared.known.question, self.attn, self.graph, self.kernels
         if known.reference is None or known.reference[0] != key:
             full = method_class("full")()
             made = write_reference(self.loaded.model, full, prompt, tokens=prepared.new_tokens, end=end, **how)
@@ -254,7 +255,7 @@ class HarnessLM(LM):
         }
         response = json.dumps(steps, ensure_ascii=False)
         score = self.scorer(prepared.task, doc, response) if self.scorer is not None else None
-        return self._line(prepared, response, score, prepared.known.question, read.result)
+        return self._line(prepared, response, score, read.result)
 
     def begin(self, task: str, doc_id: int, ids: Sequence[int]) -> None:
         """Warm the kernels up once, and seed.
@@ -301,7 +302,7 @@ class HarnessLM(LM):
         score = self.scorer(prepared.task, doc, self._scored_part(response)) if self.scorer is not None else None
         if self.thinks:
             result.extra["thinking_ended"] = int(answers.END in text)
-        return self._line(prepared, response, score, prepared.known.question, result)
+        return self._line(prepared, response, score, result)
 
     def _text_of(self, prepared: Prepared, stop_ids: Collection[int], ids: list[int]) -> str:
         """An answer as text, without the tokens and strings that end it."""
@@ -360,27 +361,25 @@ class HarnessLM(LM):
         else:
             scored.result.extra.update(self.chunks.fact(chunk))
             answer = {"logprobs": [round(value, 7) for value in scored.logprobs], "greedy": all(scored.greedy)}
-            sample = self._line(text, json.dumps(answer), None, text.facts.question, scored.result)
+            sample = self._line(text, json.dumps(answer), None, scored.result)
         read = str(self.loaded.tokenizer.decode(ids if self.whole_prompts else ids[-PROMPT_END:]))
-        return self._record(request, sample, read, text.facts.sha256)
+        return self._record(request, sample, read, text.known.sha256)
 
     # -- lines ---------------------------------------------------------------------------------------------------------
 
-    def _line(
-        self, asked: Prepared | Text, response: str, score: float | None, question: int, result: GenerationResult
-    ) -> Sample:
+    def _line(self, asked: Prepared | Text, response: str, score: float | None, result: GenerationResult) -> Sample:
         if not self.timed:
             result = replace(result, prefill_s=None, tt2t_s=None)
         if together := in_lockstep():  # a step's time is that of all: each has its share
             result.extra["lockstep"] = together
             result.step_s = [seconds / together for seconds in result.step_s]
-        key = asked.task, asked.doc_id, asked.mark
+        key, question = (asked.task, asked.doc_id, asked.known.mark), asked.known.question
         return make_sample(result, key, response, score, question, attention_kernel(self.attn)[0], self.facts)
 
     def fail(self, error: Exception, asked: Prepared | Text, response: str) -> Sample:
         """The line of a sample that is no answer."""
         nothing = GenerationResult([], len(asked.ids), None, None, [], 0.0, None, None, None, {}, {}, {})
-        return {**self._line(asked, response, None, 0, nothing), "failed": str(error)}
+        return {**self._line(asked, response, None, nothing), "question_tokens": 0, "failed": str(error)}
 
     def _record(self, request: Instance, sample: Sample, text: str, sha256: str) -> Sample:
         """Append a line to the log. text: of the prompt."""

@@ -72,8 +72,6 @@ class Prepared:
     new_tokens: int  # maximum
     stop_token: str | None  # its last token ends the answer and cannot begin it
     known: PromptFacts
-    mark: str  # the sample's fingerprint
-    old_mark: str  # the same as older lines have it
     draw: int = 0  # the answer's number
     sampling: Sampling | None = None  # how its tokens are drawn; None: greedy
     beside_full: bool = False  # Full writes the answer, and the method reads it
@@ -85,37 +83,23 @@ class Text:
 
     task: str
     doc_id: int
-    index: tuple[int | None, ...]  # tells apart the texts of a document
+    key: tuple  # (task, document, request[, start of the window])
     ids: list[int]
     first: int
     prefill: int  # tokens that are computed before the first decode step
-    facts: PromptFacts
-
-    @property
-    def key(self) -> tuple:
-        return self.task, self.doc_id, *self.index
-
-    @property
-    def mark(self) -> str:
-        return self.facts.mark
-
-    @property
-    def old_mark(self) -> str:
-        return self.facts.old_mark
+    known: PromptFacts
 
 
 class Prompts:
     """The prompts that a session has read, so that cells with the same prompts tokenize them once.
 
-    Facts are some hundred bytes a prompt, and are kept. Token ids are kept of the last prompt, which cells that share a prefill
-    ask for in turn, and of the first ones of a group of cells, up to KEPT_TOKENS.
+    Facts are some hundred bytes a prompt, and are kept. Up to KEPT_TOKENS, token ids are kept of the first prompts of a group of
+    cells, and always of the last one, which cells that share a prefill ask for in turn.
     """
 
     def __init__(self) -> None:
         self._facts: dict[bytes, PromptFacts] = {}
         self._ids: dict[bytes, array[int]] = {}
-        self._last: tuple[bytes, list[int]] | None = None
-        self._room = KEPT_TOKENS
         self._group = ""
         # the last answer of Full that methods read, and what it is of
         self.reference: tuple[tuple, Reference] | None = None
@@ -123,25 +107,19 @@ class Prompts:
     def begin(self, group: str) -> Prompts:
         """A cell of this group is about to run. Token ids of another group are dropped."""
         if group != self._group:
-            self._group, self._ids, self._last, self._room = group, {}, None, KEPT_TOKENS
+            self._group, self._ids = group, {}
         return self
 
     def get(
         self, key: bytes, read: Callable[[], tuple[PromptFacts, list[int]]], *, tokens: bool
     ) -> tuple[PromptFacts, list[int]]:
         """The facts of a prompt and, with `tokens`, its token ids; by `read` where they are not at hand."""
-        if not tokens and key in self._facts:
-            return self._facts[key], []
-        if self._last is None or self._last[0] != key:
-            if key in self._ids:
-                self._last = key, list(self._ids[key])
-            else:
-                self._facts[key], ids = read()
-                self._last = key, ids
-                if len(ids) <= self._room:
-                    self._ids[key] = array("i", ids)
-                    self._room -= len(ids)
-        return self._facts[key], self._last[1] if tokens else []
+        if key not in self._facts or (tokens and key not in self._ids):
+            self._facts[key], ids = read()
+            while self._ids and sum(map(len, self._ids.values())) + len(ids) > KEPT_TOKENS:
+                self._ids.popitem()  # the newest: the next cell begins with the oldest
+            self._ids[key] = array("i", ids)
+        return self._facts[key], list(self._ids[key]) if tokens else []
 
 
 class Reader:
@@ -210,11 +188,10 @@ class Reader:
 
         known, ids = self.known.get(key, made, tokens=tokens)
         self._check(task, doc_id, known.tokens, new_tokens + sum(len(turn) + new_tokens for turn in known.turns))
-        prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, known.mark, known.old_mark)
-        prepared = replace(prepared, beside_full=beside_full)
-        return self.numbered(prepared, draw)
+        prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, beside_full=beside_full)
+        return self._numbered(prepared, draw)
 
-    def numbered(self, prepared: Prepared, draw: int) -> Prepared:
+    def _numbered(self, prepared: Prepared, draw: int) -> Prepared:
         """The answer of this number to a prompt."""
         decode, known = self.decode, prepared.known
         if not decode.temperature:
@@ -222,7 +199,7 @@ class Reader:
         settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": self.seed, "draw": draw}
         mark, old_mark = (fingerprint(greedy, settings) for greedy in (known.mark, known.old_mark))
         sampling = Sampling(decode.temperature, decode.top_p, f"{self.seed}/{prepared.task}/{prepared.doc_id}/{draw}")
-        return replace(prepared, mark=mark, old_mark=old_mark, draw=draw, sampling=sampling)
+        return replace(prepared, known=replace(known, mark=mark, old_mark=old_mark), draw=draw, sampling=sampling)
 
     def whole(self, request: Instance) -> str:
         """All that the model reads of a prompt."""
@@ -305,10 +282,9 @@ class Reader:
         task, doc_id = str(request.task_name), int(request.doc_id or 0)
         self._check(task, doc_id, len(ids) - 1, 0)
         sha256 = hashlib.sha256(" ".join(map(str, ids)).encode()).hexdigest()
-        facts = self._facts(
-            ids, {"first": first, "prefill": prefill}, max(0, first - prefill), wrapper, None, sha256, ""
-        )
-        return Text(task, doc_id, index, ids, first, prefill, facts)
+        rules, question = {"first": first, "prefill": prefill}, max(0, first - prefill)
+        known = self._facts(ids, rules, question, wrapper, None, sha256, "")
+        return Text(task, doc_id, (task, doc_id, *index), ids, first, prefill, known)
 
     def _pair(self, context: str, continuation: str, before: Before) -> tuple[list[int], int, int]:
         """(token ids of both, where the continuation starts, question tokens), split as lm-eval does it.
