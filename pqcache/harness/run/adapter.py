@@ -158,7 +158,7 @@ class HarnessLM(LM):
         sample = self.log.find(asked.task, asked.doc_id, asked.known.mark, asked.known.old_mark)
         if sample is None or self.recorder is None or "failed" in sample:
             return sample
-        return sample if self.recorder.complete(sample["task"], sample["doc_id"], sample["fingerprint"]) else None
+        return sample if self.recorder.complete(sample) else None
 
     # -- answers -------------------------------------------------------------------------------------------------------
 
@@ -385,7 +385,7 @@ class HarnessLM(LM):
         """Append a line to the log. text: of the prompt."""
         if self.recorder is not None and "failed" not in sample:
             # before the log: its line promises that the files exist
-            self.recorder.save(sample["task"], sample["doc_id"], sample["fingerprint"])
+            self.recorder.save(sample)
         task = self.tasks.get(str(request.task_name))
         target = target_marks(task, request.doc) if task is not None else {}
         whole: Any = {"prompt": text} if self.whole_prompts else {}

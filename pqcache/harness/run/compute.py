@@ -183,17 +183,15 @@ class Worker:
 
     def __init__(self, job: Job) -> None:
         """Go to the driver's folder and compose the cells. Where code, versions or folders differ, every unit is refused."""
-        self.refusal = ""
+        self.refusal = "; ".join(job.differences())
+        if self.refusal:
+            return
+        os.chdir(job.cwd)
         try:
-            self._enter(job)
+            plan = make_plan(compose_all([*job.words, f"out={job.out}"], CONFIGS))
         except Refused as refused:
             self.refusal = "; ".join(refused.lines)
-
-    def _enter(self, job: Job) -> None:
-        if problems := job.differences():
-            raise Refused(problems)
-        os.chdir(job.cwd)
-        plan = make_plan(compose_all([*job.words, f"out={job.out}"], CONFIGS))
+            return
         self.cells = {cell.name: cell for cell in plan.cells}
         self.session = Session()
         run = plan.cells[0].run

@@ -245,23 +245,22 @@ def _mean_metrics(evaluations: Sequence[Any]) -> dict[str, dict[str, float]]:
 
 def _scored_answers(samples: dict[str, list[dict]], spec: TaskSpec) -> list[dict[str, Any]]:
     """One entry per document: its score (0..100), the answer, and the document."""
-    answers = []
+    answers: list[dict[str, Any]] = []
     for task, entries in samples.items():
         metric, _, filter_name = spec.metric[task].partition(",")
-        filter_name = filter_name or entries[0]["filter"]
-        for entry in entries:
-            if entry["filter"] == filter_name:
-                answers.append(
-                    {
-                        "task": task,
-                        "doc_id": entry["doc_id"],
-                        "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
-                        "score": spec.value(entry[metric]) if spec.value else float(entry[metric]) * spec.scale,
-                        "metrics": {name: entry[name] for name in entry["metrics"]},
-                        "response": entry["resps"][0][0],
-                        "target": entry["target"],
-                        "meta": entry["doc"].get("meta"),
-                        "doc": entry["doc"],
-                    }
-                )
+        answers += [
+            {
+                "task": task,
+                "doc_id": entry["doc_id"],
+                "key": f"{entry['doc_id']}:{entry['doc_hash'][:8]}",
+                "score": spec.value(entry[metric]) if spec.value else float(entry[metric]) * spec.scale,
+                "metrics": {name: entry[name] for name in entry["metrics"]},
+                "response": entry["resps"][0][0],
+                "target": entry["target"],
+                "meta": entry["doc"].get("meta"),
+                "doc": entry["doc"],
+            }
+            for entry in entries
+            if entry["filter"] == (filter_name or entries[0]["filter"])
+        ]
     return answers

@@ -43,22 +43,22 @@ class Recorder:
             self._more = LEVELS[self.level]()
         return [self._measures, *([] if self._more is None else [self._more])]
 
-    def path(self, task: str, doc_id: int, mark: str) -> Path:
-        return self.folder / f"{task}-{doc_id}-{mark}.npz"
+    def path(self, sample: Sample) -> Path:
+        return self.folder / f"{sample['task']}-{sample['doc_id']}-{sample['fingerprint']}.npz"
 
-    def complete(self, task: str, doc_id: int, mark: str) -> bool:
+    def complete(self, sample: Sample) -> bool:
         """Whether the files of a sample exist."""
-        path = self.path(task, doc_id, mark)
+        path = self.path(sample)
         suffix = {"trace": SUFFIX, "prompt": PROMPT_SUFFIX}.get(str(self.level), path.suffix)
         return path.exists() and path.with_suffix(suffix).exists()
 
-    def save(self, task: str, doc_id: int, mark: str) -> None:
+    def save(self, sample: Sample) -> None:
         arrays = {name: x[0] if name == "positions" else x[:, 0] for name, x in self._measures.arrays().items()}
         if isinstance(self._more, Scores):
             arrays |= self._more.arrays()
         buffer = io.BytesIO()
         numpy.savez_compressed(buffer, **{name: x.numpy() for name, x in arrays.items()})  # type: ignore[arg-type]
-        path = self.path(task, doc_id, mark)
+        path = self.path(sample)
         if isinstance(self._more, TraceRecorder):
             self._more.save(path.with_suffix(SUFFIX))
         if isinstance(self._more, PromptMaps):
@@ -67,7 +67,7 @@ class Recorder:
 
     def row(self, samples: Iterable[Sample]) -> dict[str, Any]:
         """The summary of these samples, from their files."""
-        paths = [self.path(s["task"], s["doc_id"], s["fingerprint"]) for s in samples]
-        arrays = [{k: x[:, None] for k, x in read_arrays(path).items() if k in ARRAYS} for path in paths]
+        read = [read_arrays(self.path(sample)) for sample in samples]
+        arrays = [{k: x[:, None] for k, x in one.items() if k in ARRAYS} for one in read]
         known = {"samples": 0, "steps": 0, **summarize(arrays, self.dense_layers), "folder": self.folder.name}
         return {**dict.fromkeys(Diagnostics.__annotations__), **known}
