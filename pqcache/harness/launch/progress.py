@@ -11,6 +11,7 @@ import io
 import sys
 import time
 from collections.abc import Callable
+from statistics import fmean
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -19,7 +20,9 @@ from tqdm.contrib import DummyTqdmFile
 from pqcache.harness.config.cells import RunPlan
 from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.launch import plan as planning
+from pqcache.harness.launch.plan import CellPlan
 from pqcache.harness.run.session import Session, Watch
+from pqcache.harness.run.units import Progress
 
 EVERY_S = 30.0  # between two plain lines
 BAR = "{n_fmt}/{total_fmt} samples |{bar:24}| {elapsed}{postfix}"
@@ -36,8 +39,7 @@ class Total(Watch):
         self._weight: dict[str, float] = {}
         self._left: dict[str, int] = {}  # cell -> samples that are missing
         self._seen: set[tuple[str, str, int, int]] = set()  # cell, task, document, number of the answer
-        self._sum = 0.0  # of the scores
-        self._scored = 0
+        self._scores: list[float] = []
         self._tpot: float | None = None  # ms, of the newest sample that was timed
         self._bar: Any = None
         self._stack = contextlib.ExitStack()
@@ -51,25 +53,24 @@ class Total(Watch):
         Cells that will run here and cannot fit its memory are named in `session.misfits`.
         """
         said = io.StringIO()  # notes on the tasks come after the plan
+        cells: list[CellPlan] = []
         try:
             with contextlib.redirect_stdout(said):
                 found = planning.make(plan, session)
             lines = planning.short(found)
-            # of a cell's samples: their seconds, if those of all cells are known
-            known = all(one.seconds is not None for one in found.cells if one.missing)
-            weight = {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in found.cells}
             if isinstance(plan.cells[0].launch, LocalLaunch):  # workers may be on other machines
                 session.misfits, warning = found.misfits()
                 lines += [warning] if warning else []
+            cells = found.cells
         except Exception as error:  # what is wrong, the run itself will say
             reason = " ".join(f"{type(error).__name__}: {error}".split())
-            print(f"plan: not made ({reason[:200]})", flush=True)
-            print(said.getvalue(), end="", flush=True)
-            return
+            lines = [f"plan: not made ({reason[:200]})"]
         print("\n".join(lines), flush=True)
         print(said.getvalue(), end="", flush=True)
-        self._weight = weight
-        self._left = {one.cell.name: one.missing for one in found.cells}
+        # of a cell's samples: their seconds, if those of all cells are known
+        known = all(one.seconds is not None for one in cells if one.missing)
+        self._weight = {one.cell.name: (one.seconds or 1.0) if known else 1.0 for one in cells}
+        self._left = {one.cell.name: one.missing for one in cells}
         self._start = self._last = self.clock()
         missing = sum(self._left.values())
         if missing and self.stream.isatty():
@@ -80,18 +81,16 @@ class Total(Watch):
             if sys.stdout.isatty():
                 self._stack.enter_context(contextlib.redirect_stdout(DummyTqdmFile(self.stream)))
 
-    def sample(
-        self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
-    ) -> None:
-        """A new sample is on disk."""
-        if self._left.get(cell, 0) <= 0 or (cell, task, doc_id, draw) in self._seen:
+    def sample(self, one: Progress) -> None:
+        """There is a new sample."""
+        cell, key = one.cell, (one.cell, one.task, one.doc_id, one.draw)
+        if self._left.get(cell, 0) <= 0 or key in self._seen:
             return  # computed again, for its diagnostics
-        self._seen.add((cell, task, doc_id, draw))
+        self._seen.add(key)
         self._left[cell] -= 1
-        self._tpot = tpot if tpot is not None else self._tpot
-        if score is not None:
-            self._sum += score
-            self._scored += 1
+        self._tpot = one.tpot if one.tpot is not None else self._tpot
+        if one.score is not None:
+            self._scores.append(one.score)
         now = self.clock()
         if self._first is None:
             self._first = now, self._weight[cell]
@@ -127,8 +126,8 @@ class Total(Watch):
         parts = [f"{sum(not count for count in self._left.values())}/{len(self._left)} cells"]
         if (seconds := self._seconds_left()) is not None:
             parts.append(f"{planning.duration(seconds)} left")
-        if self._scored:
-            parts.append(f"score {self._sum / self._scored:.1f}")
+        if self._scores:
+            parts.append(f"score {fmean(self._scores):.1f}")
         if self._tpot is not None:
             parts.append(f"TPOT {self._tpot:.1f} ms")
         return ", ".join(parts)

@@ -225,13 +225,14 @@ class _Run:
 
     def _sample(self, cell: str, sample: Sample) -> None:
         """A sample was computed here."""
-        one = sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0)
-        self.session.watch.sample(cell, *one, tpot_ms([sample.get("step_s") or []], 0.5))
+        tpot = tpot_ms([sample.get("step_s") or []], 0.5)
+        one = Progress(cell, sample["task"], sample["doc_id"], sample["score"], sample.get("draw", 0), tpot)
+        self.session.watch.sample(one)
 
     def _report(self, event: UnitResult | Progress) -> None:
         """A unit has ended, or a worker has finished a sample."""
         if isinstance(event, Progress):
-            self.session.watch.sample(event.cell, event.task, event.doc_id, event.score, event.draw)
+            self.session.watch.sample(event)
             return
         self.results[event.unit] = event
         self.session.prefills["shared"] += event.shared

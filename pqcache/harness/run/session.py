@@ -20,6 +20,7 @@ from pqcache.harness.run import models, smoke_models
 from pqcache.harness.run.memory import keep_to_group
 from pqcache.harness.run.models import LoadedModel
 from pqcache.harness.run.prompts import Prompts
+from pqcache.harness.run.units import Progress
 from pqcache.harness.tasks import TaskRequest, TaskSpec
 
 
@@ -41,10 +42,8 @@ class Watch:
     def begin(self, plan: RunPlan, session: Session) -> None:
         """The command is checked, and its first cell is about to run. Must not raise."""
 
-    def sample(
-        self, cell: str, task: str, doc_id: int, score: float | None, draw: int = 0, tpot: float | None = None
-    ) -> None:
-        """A new sample of the cell of this name is on disk. draw: the answer's number. tpot: ms of a decode step, if timed."""
+    def sample(self, one: Progress) -> None:
+        """There is a new sample."""
 
     def ended(self, cell: str) -> None:
         """No more samples of this cell will come."""

@@ -73,13 +73,14 @@ class Failure:
 
 @dataclass(frozen=True)
 class Progress:
-    """One sample that a worker has finished."""
+    """One finished sample, which is on disk."""
 
     cell: str
     task: str
     doc_id: int
     score: float | None
     draw: int = 0  # the answer's number, where several are drawn
+    tpot: float | None = None  # ms of a decode step, where this process has timed it
 
 
 @dataclass

@@ -9,6 +9,7 @@ import pytest
 from pqcache.harness.launch import progress
 from pqcache.harness.launch.progress import Total
 from pqcache.harness.run.session import Session
+from pqcache.harness.run.units import Progress
 from tests.harness.cells import Capture, Command, Patch, planned
 
 
@@ -22,15 +23,15 @@ def test_samples_weigh_what_they_cost(tmp_path: Path, monkeypatch: Patch, capsys
     assert capsys.readouterr().out.startswith("plan: 2 cells, 6 samples; ")
     first, second = (cell.name for cell in made.cells)
     now[0] = 50.0
-    total.sample(first, "t", 0, 100.0)  # most of it waiting for the model: that is no pace
+    total.sample(Progress(first, "t", 0, 100.0))  # most of it waiting for the model: that is no pace
     assert total.line() == "1/6 samples, 0/2 cells, 4 min left, score 100.0"
     now[0] = 80.0
-    total.sample(first, "t", 1, 50.0)
+    total.sample(Progress(first, "t", 1, 50.0))
     assert stream.getvalue() == "2/6 samples, 0/2 cells, 2 min left, score 75.0\n"
-    total.sample(first, "t", 1, 50.0)  # reported twice
+    total.sample(Progress(first, "t", 1, 50.0))  # reported twice
     now[0] = 116.0
-    total.sample(second, "t", 0, None, tpot=12.34)
-    total.sample("another", "t", 0, 0.0)
+    total.sample(Progress(second, "t", 0, None, tpot=12.34))
+    total.sample(Progress("another", "t", 0, 0.0))
     assert total.line() == "3/6 samples, 0/2 cells, 2 min left, score 75.0, TPOT 12.3 ms"
     total.ended(second)  # it failed
     assert total.line() == "3/4 samples, 1/2 cells, 33 s left, score 75.0, TPOT 12.3 ms"
