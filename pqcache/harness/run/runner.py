@@ -10,7 +10,7 @@ Exit codes: 0 all is well (cells whose method does not apply are skipped), 1 a c
 import contextlib
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -45,10 +45,6 @@ from pqcache.harness.run.units import (
 REPLACED = re.compile(r".+\.replaced-(\d+)")
 
 
-class Interrupted(Exception):
-    """Ctrl-C in the cell that the message names."""
-
-
 def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
     """Run every cell of a checked plan and print the result. Returns the exit code. watch: is told what happens."""
     first = plan.cells[0]
@@ -57,8 +53,8 @@ def run_plan(plan: RunPlan, watch: Watch | None = None) -> int:
         return tracking.sync(plan)
     try:
         outcomes = run_cells(plan, Session(watch, weights=isinstance(first.launch, LocalLaunch)))
-    except (Interrupted, KeyboardInterrupt) as interrupted:
-        where = f" in {interrupted}" if isinstance(interrupted, Interrupted) else ""
+    except KeyboardInterrupt as interrupted:
+        where = f" in {interrupted}" if interrupted.args else ""
         print(f"\ninterrupted{where}; the same command goes on where it stopped", file=sys.stderr)
         return 130
     if mode != "disabled":
@@ -149,11 +145,8 @@ class _Run:
 
     def _compute(self, unit: Unit, opened: dict[str, Member | None], what: str) -> None:
         members = [member for name in unit.cells if (member := opened[name]) is not None]
-        try:
+        with self._interruptible(members if unit.shared == "no" else [], what):
             self._report(compute(self.session, unit, members))
-        except KeyboardInterrupt:
-            self._interrupted(members if unit.shared == "no" else [])
-            raise Interrupted(what) from None
 
     # -- on workers ----------------------------------------------------------------------------------------------------
 
@@ -166,13 +159,11 @@ class _Run:
             todo = [member.cell for member in members if self._lacks(member)]
             units = [unit for group in groups(todo) for unit in self._ranges(group, engine.workers)]
             job = Job.of(self.plan) if units else None
-            try:
+            what = f"{len(self.plan.cells)} cells on {self.plan.cells[0].launch.name}"
+            with self._interruptible((member for member in members if member.cell.name not in self.outcomes), what):
                 for timed in (False, True):
                     if job is not None and (phase := [unit for unit in units if unit.timed == timed]):
                         engine.run(job, phase, self._report, alone=timed)
-            except KeyboardInterrupt:
-                self._interrupted([member for member in members if member.cell.name not in self.outcomes])
-                raise Interrupted(f"{len(self.plan.cells)} cells on {self.plan.cells[0].launch.name}") from None
             for member in members:
                 if member.cell.name not in self.outcomes:
                     member.log.reload()
@@ -197,8 +188,8 @@ class _Run:
 
     def _ranges(self, group: list[Cell], workers: int) -> list[Unit]:
         cell = group[0]
-        if cell.identity["task"]["name"] == "latency":
-            return ranges(group, documents=0, tasks=1, workers=workers)
+        if cell.identity["task"]["name"] == "latency":  # a group of its own
+            return [Unit((cell.name,), cell.label, timed=True, whole=True)]
         tasks = self.session.task(cell, self.session.model(cell))[1]["tasks"]
         documents = max(len(task.eval_docs) for task in tasks.values())
         documents = min(documents, cell.run.limit or documents)
@@ -256,10 +247,8 @@ class _Run:
             self.outcomes[cell.name] = Outcome("pending", reason=waiting)
         else:
             try:
-                self._row(member)
-            except KeyboardInterrupt:
-                self._interrupted([member])
-                raise Interrupted(cell.label) from None
+                with self._interruptible([member], cell.label):
+                    self._row(member)
             except Exception as error:  # one failed cell must not lose the others
                 self._failed(cell, Failure.of(error))
         self.session.watch.ended(cell.name)
@@ -290,10 +279,16 @@ class _Run:
         where = f" ({cell.folder / 'status.json'})" if failure.traceback else ""
         self.outcomes[cell.name] = Outcome("failed", reason=f"{failure.reason[:400]}{where}")
 
-    def _interrupted(self, members: Iterable[Member]) -> None:
-        for member in members:
-            with contextlib.suppress(OSError):
-                write_status(member.cell.folder, "interrupted", n_samples=len(member.log))
+    @contextlib.contextmanager
+    def _interruptible(self, members: Iterable[Member], what: str) -> Iterator[None]:
+        """Inside it Ctrl-C becomes the status of these cells, and the exception says where it was."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            for member in members:
+                with contextlib.suppress(OSError):
+                    write_status(member.cell.folder, "interrupted", n_samples=len(member.log))
+            raise KeyboardInterrupt(what) from None
 
 
 # -- what is printed ---------------------------------------------------------------------------------------------------
@@ -343,12 +338,9 @@ def refresh_pairs(out: Path) -> None:
         full, reason = match_full(row, rows.values())
         if pair_with_full(row, full, reason) == row:
             continue
-        with (
-            contextlib.suppress(Busy, OSError),
-            claim(path.parent),
-        ):  # a process that runs this cell writes its row itself
-            latest = read_row(path)
-            if latest is not None:
+        # a process that runs this cell writes its row itself
+        with contextlib.suppress(Busy, OSError), claim(path.parent):
+            if (latest := read_row(path)) is not None:
                 write_row(path, pair_with_full(latest, full, reason))
 
 

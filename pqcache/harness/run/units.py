@@ -139,8 +139,6 @@ def ranges(group: Sequence[Cell], *, documents: int, tasks: int, workers: int) -
     names = tuple(cell.name for cell in group)
     task, batch = group[0].identity["task"]["name"], group[0].run.batch
     label = f"{task}, {len(group)} cells" if len(group) > 1 else group[0].label
-    if task == "latency":
-        return [Unit(names, label, timed=True, whole=True)]
     own = 0 if group[0].run.diagnostics else min(documents, own_documents(group, tasks))
     units = [Unit(names, label, 0, own, timed=True)] if own else []
     start = own
