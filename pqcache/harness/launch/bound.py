@@ -25,6 +25,7 @@ from pqcache.harness.config.options import LocalLaunch
 from pqcache.harness.run import models
 from pqcache.harness.run.memory import fitting_chunk, free_bytes, group_limit, kept_bytes, prefill_bytes
 from pqcache.measure.geometries import published
+from pqcache.naming import size
 from pqcache.selective import Method, ModelShape
 from pqcache.store.buffer import round_up
 
@@ -208,9 +209,9 @@ def misfit(cell: Cell, longest: tuple[int, int], need: Memory) -> tuple[bool, st
         return False, ""
     advice = _advice(cell, longest, device, there)
     if need.least <= there:
-        return False, f"{cell.label} needs at most {words(need.on(device))} of {words(there)} on {device}{advice}"
-    held = f" and {words(need.device)} of cache at {longest[0]:,} tokens" if need.exact else ""
-    parts = f"{words(need.weights)} of weights{held} exceed the {words(there)} free on {device}"
+        return False, f"{cell.label} needs at most {size(need.on(device))} of {size(there)} on {device}{advice}"
+    held = f" and {size(need.device)} of cache at {longest[0]:,} tokens" if need.exact else ""
+    parts = f"{size(need.weights)} of weights{held} exceed the {size(there)} free on {device}"
     return True, f"does not fit the memory: {parts}{advice}"
 
 
@@ -248,11 +249,3 @@ def _changes(cell: Cell, device: str) -> dict[str, dict[str, Any]]:
         half = {**options, "model": {**options["model"], "dtype": "bfloat16"}}
         changes["model.dtype=bfloat16"] = {"about": replace(cell.about, options=half)}
     return changes
-
-
-def words(nbytes: float) -> str:
-    """Bytes for people: 29.6 GB."""
-    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= size:
-            return f"{nbytes / size:.{0 if nbytes >= 100 * size else 1}f} {unit}"
-    return f"{nbytes:.0f} bytes"

@@ -14,15 +14,15 @@ from statistics import fmean
 from pqcache.harness.config import identity
 from pqcache.harness.config.cells import Cell, RunPlan
 from pqcache.harness.launch import bound
-from pqcache.harness.launch.bound import Memory, words
+from pqcache.harness.launch.bound import Memory
 from pqcache.harness.report.sample_lines import read_all
 from pqcache.harness.run import precheck
 from pqcache.harness.run.session import Session
+from pqcache.harness.run.smoke_models import NEW_TOKENS, PROMPT_TOKENS
 from pqcache.harness.tasks.hub import NotAtHand
 from pqcache.measure.machine import device_caption
+from pqcache.naming import size
 from pqcache.outside import reason
-
-SMOKE_LONGEST = (1024, 16)  # tokens to which a smoke run cuts prompts and answers
 
 
 @dataclass
@@ -133,7 +133,7 @@ def _documents(cell: Cell, session: Session) -> Documents:
     asked = [int(one.get("max_gen_toks") or one.get("max_new_tokens") or task.max_new_tokens) for one in settings]
     longest = min(prompt, room) if room else prompt, max(asked, default=told.answer)
     if cell.run.smoke:
-        longest = min(longest[0], SMOKE_LONGEST[0]), min(longest[1], SMOKE_LONGEST[1])
+        longest = min(longest[0], PROMPT_TOKENS), min(longest[1], NEW_TOKENS)
     return Documents({name: len(numbers) for name, numbers in counts.items()}, longest)
 
 
@@ -203,8 +203,8 @@ def short(plan: Plan) -> list[str]:
         need, one = max(known, key=lambda pair: pair[0])
         device = bound.device_of(one.cell)
         there = bound.free(device)
-        of = f" of {words(there)}" if there is not None else f" of {device}"
-        parts.append(f"memory at most {words(need)}{of}")
+        of = f" of {size(there)}" if there is not None else f" of {device}"
+        parts.append(f"memory at most {size(need)}{of}")
     return ["; ".join([*parts, f"time: {time_words(plan)}"])]
 
 
@@ -232,7 +232,7 @@ def text(plan: Plan) -> str:
     ]
     for device in dict.fromkeys(bound.device_of(one.cell) for one in plan.cells if not one.cell.run.smoke):
         there = bound.free(device)
-        has = f"{words(there)} free" if there is not None else "size unknown"
+        has = f"{size(there)} free" if there is not None else "size unknown"
         lines.append(f"memory per cell at its longest prompt, at most; {device}: {has}")
         here = [one for one in plan.cells if bound.device_of(one.cell) == device]
         lines += dict.fromkeys(f"  {_name(one.cell)}: {_memory(one.memory, device)}" for one in here)
@@ -249,6 +249,6 @@ def _name(cell: Cell) -> str:
 def _memory(need: Memory | None, device: str) -> str:
     if need is None:
         return "the model's configuration is not at hand"
-    host = f" + {words(need.host)} cache in host memory" if need.host else ""
-    parts = f"{words(need.weights)} weights + {words(need.device)} cache{host} + {words(need.prefill)} prefill"
-    return f"{parts} = {words(need.on(device))}"
+    host = f" + {size(need.host)} cache in host memory" if need.host else ""
+    parts = f"{size(need.weights)} weights + {size(need.device)} cache{host} + {size(need.prefill)} prefill"
+    return f"{parts} = {size(need.on(device))}"

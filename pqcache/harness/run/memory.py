@@ -22,7 +22,7 @@ from pqcache.selective.shape import attending, windows
 
 STEP = 512  # `auto` is a multiple of this
 GROUPS, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
-SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take
+SHARE_OF_FREE = 0.9  # of the free memory that cache and prefill may take, or cache and a recording
 
 Chunk = Literal["auto"] | int | None
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedConfig
 from pqcache.harness.config.options import one_line
 from pqcache.harness.run import batches
 from pqcache.harness.run.adapter import HarnessLM
-from pqcache.harness.run.memory import free_bytes, kept_bytes
+from pqcache.harness.run.memory import SHARE_OF_FREE, free_bytes, kept_bytes
 from pqcache.selective import ModelShape, NotApplicable, OwnPrefill, Prefill, Request, record, record_batch
 from pqcache.selective.lockstep import lockstep
 from pqcache.selective.placement import home
@@ -31,7 +31,6 @@ from pqcache.selective.shape import attending
 Place = Literal["device", "host", "off"]
 MOST_AT_ONCE = 64  # cells whose decode steps are one batch
 STRIKES = 3  # a cell that fails at so many shared prompts in a row is left to its own unit
-SHARE_OF_FREE = 0.9  # of the free memory that a recording and a method's cache may take
 NOTES: dict[Place, str] = {
     "device": "",
     "host": "a recording does not fit the device beside a cache; it is kept in host memory",

@@ -17,8 +17,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedConfig
 from pqcache.embedded import WEIGHTS, load_tokenizer
 from pqcache.harness.run import models
 
-PROMPT_TOKENS = 1024
-NEW_TOKENS = 16
+PROMPT_TOKENS = 1024  # to which prompts are cut
+NEW_TOKENS = 16  # to which answers are cut
 
 # model -> (model_type, query heads per KV head, other config values of its attention)
 ARCHITECTURES: dict[str, tuple[str, int, dict[str, Any]]] = json.loads(
