@@ -30,36 +30,25 @@ def heaviest(weights: torch.Tensor) -> torch.Tensor:
     return weights.argsort(dim=-1, descending=True, stable=True)
 
 
-def recall(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-    """Share of the heaviest tokens inside a range that were chosen, as many as were chosen there: (n, h), NaN for none.
+def recall(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor, top: int | None = None) -> torch.Tensor:
+    """Share of the `top` heaviest tokens inside a range (all of them, if fewer) that were chosen: (n, h), NaN for none.
 
-    order (n, h, m): positions by descending weight. inside (n, 1 or h, m), chosen (n, h, m): sets.
+    order (n, h, m): positions by descending weight. inside (n, 1 or h, m), chosen (n, h, m): sets. top: None for as many as were
+    chosen inside the range.
     """
     inside = inside.expand(order.shape).gather(2, order)
     taken = chosen.gather(2, order) & inside
-    count = taken.sum(-1, keepdim=True)
-    truth = inside & (inside.cumsum(-1) <= count)
-    return (taken & truth).sum(-1) / torch.where(count == 0, torch.nan, count.float())[..., 0]
-
-
-def hit(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor, top: int) -> torch.Tensor:
-    """Share of the `top` heaviest tokens inside a range (all of them, if fewer) that were chosen: (n, h), NaN for none."""
-    inside = inside.expand(order.shape).gather(2, order)
-    truth = inside & (inside.cumsum(-1) <= top)
+    truth = inside & (inside.cumsum(-1) <= (taken.sum(-1, keepdim=True) if top is None else top))
     count = truth.sum(-1)
-    hits = (chosen.gather(2, order) & truth).sum(-1)
-    return hits / torch.where(count == 0, torch.nan, count.float())
+    return (taken & truth).sum(-1) / torch.where(count == 0, torch.nan, count.float())
 
 
 def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rank (0 = heaviest) of given tokens among those inside a range: positions (n, p) -> (n, h, p); ties to the lower."""
-    column = torch.arange(logits.shape[2], device=logits.device)
-    out = []
-    for position in positions.unbind(1):
-        own = logits.gather(2, position[:, None, None].expand(-1, logits.shape[1], 1))
-        before = (logits > own) | ((logits == own) & (column < position[:, None, None]))
-        out.append((before & inside).sum(-1))
-    return torch.stack(out, -1)
+    column, at = torch.arange(logits.shape[2], device=logits.device), positions[:, None]
+    own, every = logits.gather(2, at.expand(-1, logits.shape[1], -1))[:, :, None], logits[..., None]
+    before = (every > own) | ((every == own) & (column[:, None] < at[:, None]))  # (n, h, m, p)
+    return (before & inside[..., None]).sum(2)
 
 
 def heavy_pages(probs: torch.Tensor, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

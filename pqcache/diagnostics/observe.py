@@ -151,7 +151,7 @@ class Measures(Watcher):
                 weights = per_head(m.heaviest(group_reduce(logits, h_kv, "sum_softmax", stored)), h)
                 here["recall_kv"] = m.recall(weights, inside, chosen)
             here["recall_budget"] = m.recall(order, prompt, attended)
-            here["hit_top10"] = m.hit(order, past, attended, TOP_HIT)
+            here["hit_top10"] = m.recall(order, past, attended, TOP_HIT)
         else:
             everything = torch.ones((n, h, length), dtype=torch.bool, device=q.device)
             full = m.output(logits, v, stored, everything).full
@@ -178,7 +178,7 @@ class Measures(Watcher):
             self.pages[at] = m.heavy_pages(probs, PAGE, PAGES)
         grown = torch.zeros_like(order, dtype=torch.bool)
         grown[..., : first.shape[2]] = first
-        here["top_stay"] = m.hit(order, prompt, grown, TOP_STAY)
+        here["top_stay"] = m.recall(order, prompt, grown, TOP_STAY)
 
     def _attended(
         self, layer: SelectiveLayer, h: int, length: int, ctx: LayerContext

@@ -56,11 +56,9 @@ def summarize(samples: Sequence[Mapping[str, torch.Tensor]], dense_layers: int =
     by_layer (name -> one mean per layer; chance is selected / candidates).
     """
     samples = [s for s in samples if s]
-    pooled: dict[str, torch.Tensor] = {}
-    for name in ARRAYS if samples else ():
-        pooled[name] = torch.cat([s[name].flatten(1) for s in samples], 1)  # (layers, everything)
     if not samples:
         return {}
+    pooled = {name: torch.cat([s[name].flatten(1) for s in samples], 1) for name in ARRAYS}  # (layers, everything)
     pooled["chance"] = pooled["selected"] / pooled["candidates"]
     chosen = {name: x[dense_layers:] for name, x in pooled.items()}
     out: dict[str, Any] = {name: _mean(chosen[name]) for name in MEANS}

@@ -72,7 +72,7 @@ def test_recalls_are_what_brute_force_counts(heads: int, pick: Pick) -> None:
     order = m.heaviest(logits)
     grouped = per_head(m.heaviest(group_reduce(x.logits, H_KV, "sum_softmax", x.stored)), H)
     recall_q, recall_kv = m.recall(order, x.inside, x.chosen), m.recall(grouped, x.inside, x.chosen)
-    whole, hit = m.recall(order, x.stored, x.attended), m.hit(order, x.stored, x.attended, 10)
+    whole, hit = m.recall(order, x.stored, x.attended), m.recall(order, x.stored, x.attended, 10)
     for row, head in x.heads():
         chosen, candidates, attended = x.sets(row, head)
         own = x.weights(row, head)
