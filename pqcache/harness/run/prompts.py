@@ -188,18 +188,12 @@ class Reader:
 
         known, ids = self.known.get(key, made, tokens=tokens)
         self._check(task, doc_id, known.tokens, new_tokens + sum(len(turn) + new_tokens for turn in known.turns))
-        prepared = Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, beside_full=beside_full)
-        return self._numbered(prepared, draw)
-
-    def _numbered(self, prepared: Prepared, draw: int) -> Prepared:
-        """The answer of this number to a prompt."""
-        decode, known = self.decode, prepared.known
-        if not decode.temperature:
-            return prepared
-        settings = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": self.seed, "draw": draw}
-        mark, old_mark = (fingerprint(greedy, settings) for greedy in (known.mark, known.old_mark))
-        sampling = Sampling(decode.temperature, decode.top_p, f"{self.seed}/{prepared.task}/{prepared.doc_id}/{draw}")
-        return replace(prepared, known=replace(known, mark=mark, old_mark=old_mark), draw=draw, sampling=sampling)
+        sampling: Sampling | None = None
+        if (decode := self.decode).temperature:
+            how = {"temperature": decode.temperature, "top_p": decode.top_p, "seed": self.seed, "draw": draw}
+            known = replace(known, mark=fingerprint(known.mark, how), old_mark=fingerprint(known.old_mark, how))
+            sampling = Sampling(decode.temperature, decode.top_p, f"{self.seed}/{task}/{doc_id}/{draw}")
+        return Prepared(task, doc_id, ids, until, new_tokens, stop_token, known, draw, sampling, beside_full)
 
     def whole(self, request: Instance) -> str:
         """All that the model reads of a prompt."""
