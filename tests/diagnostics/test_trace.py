@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 from transformers import PreTrainedModel
 
 from baselines.replay import Replay
@@ -93,23 +93,21 @@ def test_another_prompt_geometry_or_length_is_refused(llama: PreTrainedModel, tm
         generate(llama, replay, PROMPT, max_new_tokens=13)
 
 
-def test_what_is_no_trace_is_refused(llama: PreTrainedModel, tmp_path: Path) -> None:
-    path = tmp_path / "a.trace.safetensors"
-    with pytest.raises(ValueError, match=r"trace=None: allowed is a trace file"):
-        Replay()
-    with pytest.raises(ValueError, match="existing file or folder"):
-        Replay(trace=str(path))
-    with pytest.raises(ValueError, match="a folder with"):
-        Replay(trace=str(tmp_path))
-    path.write_bytes(b"nonsense")
-    with pytest.raises(ValueError, match="cannot be read as a selection trace"):
-        Replay(trace=str(path))
-    save_file({"x": torch.zeros(1)}, path)
-    with pytest.raises(ValueError, match="is no selection trace"):
-        Replay(trace=str(path))
-    save_file({"x": torch.zeros(1)}, path, {"format": "pqcache-selection-trace", "version": "9"})
-    with pytest.raises(ValueError, match="version 9; known is 1"):
-        Replay(trace=str(path))
+def test_what_is_no_trace_is_refused(tmp_path: Path) -> None:
+    path, no_trace = tmp_path / "a.trace.safetensors", save({"x": torch.zeros(1)})
+    newer = save({"x": torch.zeros(1)}, {"format": "pqcache-selection-trace", "version": "9"})
+    for trace, content, said in (
+        (None, None, "trace=None: allowed is a trace file"),
+        (path, None, "existing file or folder"),
+        (tmp_path, None, "a folder with"),
+        (path, b"nonsense", "cannot be read as a selection trace"),
+        (path, no_trace, "is no selection trace"),
+        (path, newer, "version 9; known is 1"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        with pytest.raises(ValueError, match=said):
+            Replay(trace=None if trace is None else str(trace))
 
 
 def test_what_cannot_be_traced_is_refused(llama: PreTrainedModel) -> None:

@@ -4,17 +4,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-TIMES = {
-    "timed_samples",
-    "timed_alone",
-    "tt2t_s",
-    "tpot_p50_ms",
-    "tpot_p95_ms",
-    "prefill_s",
-    "index_build_s",
-    "roofline",
-}
-TIMES |= {"roofline_reason", "device", "git_commit", "versions", "digest"}
+TIMES = (
+    "timed_samples timed_alone tt2t_s tpot_p50_ms tpot_p95_ms prefill_s index_build_s roofline roofline_reason"
+    " device git_commit versions digest"
+).split()
 # What a method reports of its own times and of what happened to be cached by earlier steps.
 EXTRA_TIMES = ("_s", "_ms", "overlap", "other_load")
 
