@@ -204,7 +204,8 @@ def short(plan: Plan) -> list[str]:
         device = bound.device_of(one.cell)
         there = bound.free(device)
         of = f" of {size(there)}" if there is not None else f" of {device}"
-        parts.append(f"memory at most {size(need)}{of}")
+        alone = " for a cell by itself" if len(plan.cells) > 1 else ""  # those that answer together take what is free
+        parts.append(f"memory at most {size(need)}{alone}{of}")
     return ["; ".join([*parts, f"time: {time_words(plan)}"])]
 
 
@@ -233,7 +234,7 @@ def text(plan: Plan) -> str:
     for device in dict.fromkeys(bound.device_of(one.cell) for one in plan.cells if not one.cell.run.smoke):
         there = bound.free(device)
         has = f"{size(there)} free" if there is not None else "size unknown"
-        lines.append(f"memory per cell at its longest prompt, at most; {device}: {has}")
+        lines.append(f"memory of each cell by itself at its longest prompt, at most; {device}: {has}")
         here = [one for one in plan.cells if bound.device_of(one.cell) == device]
         lines += dict.fromkeys(f"  {_name(one.cell)}: {_memory(one.memory, device)}" for one in here)
     lines += [f"refused: {labels[name]}: {line}" for name, line in refused.items()]
