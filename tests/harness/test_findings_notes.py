@@ -57,6 +57,14 @@ def test_more_codes() -> None:
     states("pqcache-full", "where Full scores {:.1f} and Oracle {:.1f}", *known)
 
 
+def test_summaries_that_end_early() -> None:
+    own, best = (values(row("real_longbench", QWEN, 0.2, method), "score") for method in ("pqcache", "oracle"))
+    gaps = {name: sorted(own[name][key] - best[name][key] for key in own[name]) for name in own}
+    news = gaps.pop("longbench_multi_news")
+    states("pqcache-oracle", "three score {:.0f} to {:.0f} points less, one {:.0f} more", -news[2], -news[0], news[3])
+    assert len(news) == 4 and [gap for task in gaps.values() for gap in task] == [0.0] * 8
+
+
 def test_needles_by_length() -> None:
     def found(method: str, haystack: str | None) -> list[int]:
         """Needles found of the ten at 1,024, 2,048 and 4,096 tokens."""

@@ -77,8 +77,13 @@ def caption(every: Sequence[Record]) -> str:
     """What was measured."""
     row: Row = every[0]["row"]
     steps = math.ceil(row["generated_tokens"]) - 1
+    others: dict[int, dict[str, None]] = {}  # number of prompts -> the methods that read as many
+    for one in every:
+        others.setdefault(one["row"]["n_samples"], {})[one["method"]] = None
+    del others[row["n_samples"]]
+    source = "; ".join([row["task_options"]["source"], *(f"{count}: {', '.join(of)}" for count, of in others.items())])
     return (
-        f"{row['model']}, {row['n_samples']} prompts of {row['prompt_tokens']:.0f} tokens ({row['task_options']['source']}),"
+        f"{row['model']}, {row['n_samples']} prompts of {row['prompt_tokens']:.0f} tokens ({source}),"
         f" {steps} decode steps each. Filled: budget {budgets(every)[0]}, or the method's own; hollow: smaller."
         " Bars: 95 % bootstrap intervals."
     )

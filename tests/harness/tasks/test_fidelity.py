@@ -38,6 +38,8 @@ def test_a_sweep_has_the_numbers_of_each_prompt(command: Command, tmp_path: Path
     assert f"| streaming | {narrow['score']:.1f} | {metrics['kl']:.4f} [{low:.4f}, {high:.4f}] |" in last
     assert fidelity.draw(shown, tmp_path / "drawn.png") == tmp_path / "drawn.png"
     assert "3 prompts of 19" in fidelity.caption(shown) and "7 decode steps" in fidelity.caption(shown)
+    fewer = fidelity.records([{**narrow, "n_samples": 2}, full])
+    assert "(book; 2: streaming)" in fidelity.caption(fewer)
 
 
 @pytest.mark.rest
