@@ -7,8 +7,17 @@ from transformers import PreTrainedModel
 from pqcache.selective import generate, likelihood
 from pqcache.selective.fidelity import first_divergence, read_reference, write_reference
 from tests.baselines.common import made
+from tests.invariants.cases import BY_ID
+from tests.thin import thin
 
 PROMPT = torch.arange(7, 107)[None] % 128
+
+
+@pytest.mark.parametrize("name", thin(BY_ID, 8))
+def test_a_method_that_keeps_everything_is_full(llama: PreTrainedModel, name: str) -> None:
+    full = write_reference(llama, made("full"), PROMPT, tokens=12)
+    read = read_reference(llama, BY_ID[name].noop(), PROMPT, full)
+    assert len(read.kl) == 11 and max(read.kl) < 1e-6 and all(read.equal) and first_divergence(read.equal) == 11
 
 
 def test_the_numbers_are_those_of_a_plain_loop(llama: PreTrainedModel) -> None:
