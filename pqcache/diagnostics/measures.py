@@ -45,10 +45,13 @@ def recall(order: torch.Tensor, inside: torch.Tensor, chosen: torch.Tensor, top:
 
 def ranks(logits: torch.Tensor, inside: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     """Rank (0 = heaviest) of given tokens among those inside a range: positions (n, p) -> (n, h, p); ties to the lower."""
-    column, at = torch.arange(logits.shape[2], device=logits.device), positions[:, None]
-    own, every = logits.gather(2, at.expand(-1, logits.shape[1], -1))[:, :, None], logits[..., None]
-    before = (every > own) | ((every == own) & (column[:, None] < at[:, None]))  # (n, h, m, p)
-    return (before & inside[..., None]).sum(2)
+    column = torch.arange(logits.shape[2], device=logits.device)
+    out = []
+    for position in positions.unbind(1):  # together they would take as many times the memory of the logits
+        own = logits.gather(2, position[:, None, None].expand(-1, logits.shape[1], 1))
+        before = (logits > own) | ((logits == own) & (column < position[:, None, None]))
+        out.append((before & inside).sum(-1))
+    return torch.stack(out, -1)
 
 
 def heavy_pages(probs: torch.Tensor, page: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
