@@ -113,7 +113,7 @@ def _table_of(views: Iterable[CellView]) -> dict[str, Any]:
 
 
 def _changed(view: CellView) -> str:
-    """The options that are not at their default, as the folder's name has them; its lists have no brackets."""
+    """The options that are not at their default, from the folder's name, which writes a list as -1,2-."""
     parts = (part for part in view.name.split("__")[5:-1] if "=" in part)
     return " ".join(re.sub(r"=-(.*)-$", r"=[\1]", part) for part in parts)
 
